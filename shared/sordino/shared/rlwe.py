@@ -1,0 +1,323 @@
+"""RLWE parameters and the public half of the scheme: transforms, seeded randomness, the wire codec.
+
+The scheme is the secret-key form of BFV-style RLWE encryption (Fan and Vercauteren, ePrint 2012/144; Lyubashevsky,
+Peikert and Regev, ePrint 2012/230) with plaintext modulus p = 2^32 - 5 and no multiplication of ciphertexts: a
+ciphertext is (c0, c1) with c0 + c1*s = round(q*m/p) + e, and the only operations are integer linear combinations.
+
+Everything is kept in NTT form, residue by residue, with *columns* as polynomials: an array ``[2, N, C]`` of ``uint32``
+holds C polynomials; axis 0 is the prime, axis 1 the evaluation point. In this form a linear combination of ciphertexts
+is one matrix product per point, so a server needs neither N nor a transform (docs/protocol.md).
+
+Nothing here can hold a secret: keys, encryption and decryption are in ``sordino.client``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from numba import njit
+from numpy.typing import NDArray
+
+from sordino.shared.errors import ProtocolError, RangeError
+from sordino.shared.ring import P
+
+U8 = NDArray[np.uint8]
+U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
+
+SEED_BYTES: Final = 32
+# Homomorphic Encryption Standard (Albrecht et al., ePrint 2019/939), Table 1, ternary secret, 128-bit classical.
+_MAX_LOG_Q: Final = {1024: 27, 2048: 54, 4096: 109, 8192: 218}
+# Probability that a decryption of one coefficient fails; the noise bound of `max_row_norm` is made for it.
+FAILURE_LOG2: Final = -64
+
+
+@dataclass(frozen=True, slots=True)
+class RlweParams:
+    """Checked RLWE parameters; the only instance shipped is :data:`PARAMS`.
+
+    Attributes:
+        n: ring degree, a power of two.
+        primes: two primes = 1 mod 2n; their product q stays within the 128-bit row of the HE standard.
+        eta: errors are centred binomial, the difference of two sums of ``eta`` bits: variance eta/2. 21 is the default
+            of Microsoft SEAL, standard deviation 3.24 against the standard's 3.2.
+    """
+
+    n: int
+    primes: tuple[int, int]
+    eta: int
+
+    def __post_init__(self) -> None:
+        if self.n not in _MAX_LOG_Q:
+            raise ValueError(f"no row of the security standard for ring degree {self.n}")
+        for q in self.primes:
+            if not _is_prime(q) or q % (2 * self.n) != 1 or not 1 << 26 < q < 1 << 27:
+                raise ValueError(f"{q} is not a 27-bit prime = 1 mod {2 * self.n}")
+        if self.primes[0] == self.primes[1]:
+            raise ValueError("the two primes must differ")
+        if math.log2(self.q) > _MAX_LOG_Q[self.n]:
+            raise ValueError(f"log2 q = {math.log2(self.q):.2f} is over {_MAX_LOG_Q[self.n]}: below 128 bits of security")
+        if self.eta < 21:
+            raise ValueError("error below the standard's deviation of 3.2")
+
+    @property
+    def q(self) -> int:
+        return self.primes[0] * self.primes[1]
+
+    @property
+    def budget(self) -> int:
+        """Largest noise magnitude that still decodes: q / (2p), less one for the rounding on both ends."""
+        return self.q // (2 * P) - 1
+
+    @property
+    def max_row_norm(self) -> float:
+        """Largest ||W_i||_2 for which a coefficient of sum_j W_ij ct_j fails to decode with probability < 2^-64.
+
+        The noise is sum_j W_ij (e_j + d_j): e_j centred binomial, sub-Gaussian with variance proxy eta/2 (Hoeffding's
+        lemma on each of the 2*eta bits, each of width 1: proxy 2*eta/4), d_j the encoder's rounding, |d_j| <= 1/2 (proxy
+        1/4). So P(|noise| > t) <= 2 exp(-t^2 / (2 (eta/2 + 1/4) ||W_i||^2)).
+        """
+        return self.budget / math.sqrt(2 * (self.eta / 2 + 0.25) * math.log(2) * (1 - FAILURE_LOG2))
+
+    def check_norm(self, name: str, norm: float) -> None:
+        """Raises RangeError when a matrix with this largest row norm could decode wrongly."""
+        if norm > self.max_row_norm:
+            raise RangeError(f"group {name!r}: a row norm of {norm:.0f} is over the noise bound {self.max_row_norm:.0f}")
+
+
+def _is_prime(q: int) -> bool:
+    return q > 1 and all(q % d for d in range(2, math.isqrt(q) + 1))
+
+
+PARAMS: Final = RlweParams(n=2048, primes=(134176769, 134111233), eta=21)
+
+
+# -- transforms ------------------------------------------------------------------------------------------------------
+
+_LANES: Final = 16  # 2048 x 16 x 4 B = 128 KiB: a block of columns stays in the L2 cache
+
+
+@cache
+def twiddles(params: RlweParams, index: int) -> tuple[U32, U32, U32, U32]:
+    """Powers of psi and psi^-1 (a primitive 2n-th root) in bit-reversed order, with their Shoup quotients, ``[n]``."""
+    q, n = params.primes[index], params.n
+    psi = next(r for g in range(2, 100) if pow(r := pow(g, (q - 1) // (2 * n), q), n, q) == q - 1)
+    bits = n.bit_length() - 1
+    order = [int(f"{i:0{bits}b}"[::-1], 2) for i in range(n)]
+    forward = [pow(psi, k, q) for k in order]
+    inverse = [pow(w, q - 2, q) for w in forward]
+    quotients = [[(w << 32) // q for w in table] for table in (forward, inverse)]
+    a, b, c, d = (np.array(t, dtype=np.uint32) for t in (forward, quotients[0], inverse, quotients[1]))
+    return a, b, c, d
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _ntt_columns(a: U32, w: U32, ws: U32, q: int) -> None:
+    """In-place forward NTT of each column of ``a [n, C]``, values < q; negacyclic, bit-reversed output.
+
+    Cooley-Tukey with Shoup products (Harvey, arXiv 1205.2926). With q < 2^27 a lazy value grows by 2q a stage and ends
+    below (1 + 2*11) q < 2^32, so nothing is reduced before the last step.
+    """
+    n, columns = a.shape
+    q64, mask, two_q = np.uint64(q), np.uint64(0xFFFFFFFF), np.uint32(2 * q)
+    buf = np.empty((n, 16), np.uint32)
+    for start in range(0, columns, 16):
+        width = min(16, columns - start)
+        buf[:, width:] = 0
+        for i in range(n):
+            for c in range(width):
+                buf[i, c] = a[i, start + c]
+        t, m = n // 2, 1
+        while m < n:
+            for i in range(m):
+                wi, wsi = np.uint64(w[m + i]), np.uint64(ws[m + i])
+                for j in range(2 * i * t, 2 * i * t + t):
+                    for c in range(16):
+                        y = np.uint64(buf[j + t, c])
+                        r = np.uint32((wi * y - ((wsi * y) >> np.uint64(32)) * q64) & mask)
+                        x = buf[j, c]
+                        buf[j, c] = np.uint32(x + r)
+                        buf[j + t, c] = np.uint32(x + two_q - r)
+            t //= 2
+            m *= 2
+        for i in range(n):
+            for c in range(width):
+                a[i, start + c] = buf[i, c] % np.uint32(q)
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _intt_columns(a: U32, w: U32, ws: U32, n_inv: int, n_inv_shoup: int, q: int) -> None:
+    """In-place inverse of :func:`_ntt_columns` (Gentleman-Sande), values < 2q between the stages."""
+    n, columns = a.shape
+    q64, mask, two_q = np.uint64(q), np.uint64(0xFFFFFFFF), np.uint32(2 * q)
+    q32 = np.uint32(q)
+    buf = np.empty((n, 16), np.uint32)
+    for start in range(0, columns, 16):
+        width = min(16, columns - start)
+        buf[:, width:] = 0
+        for i in range(n):
+            for c in range(width):
+                buf[i, c] = a[i, start + c]
+        t, m = 1, n // 2
+        while m >= 1:
+            for i in range(m):
+                wi, wsi = np.uint64(w[m + i]), np.uint64(ws[m + i])
+                for j in range(2 * i * t, 2 * i * t + t):
+                    for c in range(16):
+                        x, y = buf[j, c], buf[j + t, c]
+                        s = np.uint32(x + y)
+                        buf[j, c] = min(s, np.uint32(s - two_q))
+                        d = np.uint64(np.uint32(x + two_q - y))
+                        buf[j + t, c] = np.uint32((wi * d - ((wsi * d) >> np.uint64(32)) * q64) & mask)
+            t *= 2
+            m //= 2
+        for i in range(n):
+            for c in range(width):
+                y = np.uint64(buf[i, c])
+                r = np.uint32((np.uint64(n_inv) * y - ((np.uint64(n_inv_shoup) * y) >> np.uint64(32)) * q64) & mask)
+                a[i, start + c] = min(r, np.uint32(r - q32))
+
+
+def ntt(a: U32, params: RlweParams = PARAMS) -> None:
+    """Forward transform in place: ``[2, n, C]`` coefficients (each < its prime) to evaluation points."""
+    for i, q in enumerate(params.primes):
+        w, ws, _, _ = twiddles(params, i)
+        _ntt_columns(a[i], w, ws, q)
+
+
+def intt(a: U32, params: RlweParams = PARAMS) -> None:
+    """Inverse of :func:`ntt`, in place."""
+    for i, q in enumerate(params.primes):
+        _, _, w, ws = twiddles(params, i)
+        n_inv = pow(params.n, -1, q)
+        _intt_columns(a[i], w, ws, n_inv, (n_inv << 32) // q, q)
+
+
+# -- seeded public randomness ----------------------------------------------------------------------------------------
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _reject(words: U32, q: int, out: U32, filled: int) -> int:
+    for word in words:
+        if filled == out.size:
+            break
+        value = word & np.uint32(0x7FFFFFF)
+        out[filled] = value
+        filled += value < q
+    return filled
+
+
+def expand_uniform(seed: bytes, block: int, shape: tuple[int, int], params: RlweParams = PARAMS) -> U32:
+    """The public random half c1 of one block of points, ``[2, points, channels]``, uniform below each prime.
+
+    AES-256 in counter mode (NIST SP 800-38A) under ``seed``, the initial counter carrying block and prime; words are
+    masked to 27 bits and rejected when not below the prime, so the result is exactly uniform.
+
+    Args:
+        seed: 32 public bytes, of their own: never derived from anything secret.
+        block: which block of the ciphertext, >= 0; blocks are independent.
+
+    Raises:
+        ProtocolError: the seed has another length.
+    """
+    if len(seed) != SEED_BYTES:
+        raise ProtocolError(f"a seed has {SEED_BYTES} bytes, this one {len(seed)}")
+    points, channels = shape
+    out = np.empty((2, points * channels), np.uint32)
+    for i, q in enumerate(params.primes):
+        # 8 bytes of block, 2 of prime, 6 of counter: streams of different blocks never overlap.
+        counter = block.to_bytes(8, "big") + i.to_bytes(2, "big") + bytes(6)
+        stream = Cipher(algorithms.AES(seed), modes.CTR(counter)).encryptor()
+        filled = 0
+        while filled < out.shape[1]:
+            count = out.shape[1] - filled
+            count += count // 512 + 64  # about one word in 1,260 is rejected for the smaller prime
+            words = np.frombuffer(stream.update(bytes(4 * count)), dtype="<u4")
+            filled = _reject(words, q, out[i], filled)
+    return out.reshape(2, points, channels)
+
+
+# -- codec -----------------------------------------------------------------------------------------------------------
+
+RESIDUE_BITS: Final = 27
+_GROUP: Final = 64  # values to a group of words: 64 values of b bits fill b words exactly
+
+
+def packed_bytes(count: int) -> int:
+    """Bytes on the wire for ``count`` residues of 27 bits (rounded up to groups of 64)."""
+    return -(-count // _GROUP) * RESIDUE_BITS * 8
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _pack(values: U32, words: U64, bits: int) -> None:
+    lanes = values.shape[1]
+    for start in range(0, lanes, 512):
+        stop = min(start + 512, lanes)
+        for k in range(64):
+            word, shift = (k * bits) >> 6, np.uint64((k * bits) & 63)
+            spill = np.int64(shift) + bits - 64
+            if shift == 0:
+                for c in range(start, stop):
+                    words[word, c] = np.uint64(values[k, c])
+            else:
+                for c in range(start, stop):
+                    words[word, c] |= np.uint64(values[k, c]) << shift
+            if spill > 0:
+                for c in range(start, stop):
+                    words[word + 1, c] = np.uint64(values[k, c]) >> np.uint64(bits - spill)
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _unpack(words: U64, values: U32, bits: int) -> None:
+    lanes = values.shape[1]
+    mask = np.uint64((1 << bits) - 1)
+    for start in range(0, lanes, 512):
+        stop = min(start + 512, lanes)
+        for k in range(64):
+            word, shift = (k * bits) >> 6, np.uint64((k * bits) & 63)
+            spill = np.int64(shift) + bits - 64
+            if spill > 0:
+                up = np.uint64(64) - shift
+                for c in range(start, stop):
+                    values[k, c] = np.uint32(((words[word, c] >> shift) | (words[word + 1, c] << up)) & mask)
+            else:
+                for c in range(start, stop):
+                    values[k, c] = np.uint32((words[word, c] >> shift) & mask)
+
+
+def pack(values: U32) -> bytes:
+    """27-bit residues to bytes: groups of 64 values in 27 little-endian words, lane by lane.
+
+    Value ``k * lanes + c`` is the k-th of lane c, which lets both directions run over lanes in parallel.
+    """
+    flat = values.reshape(-1)
+    lanes = -(-flat.size // _GROUP)
+    if flat.size != lanes * _GROUP:
+        flat = np.concatenate([flat, np.zeros(lanes * _GROUP - flat.size, np.uint32)])
+    words = np.zeros((RESIDUE_BITS, lanes), np.uint64)
+    _pack(flat.reshape(_GROUP, lanes), words, RESIDUE_BITS)
+    return words.astype("<u8", copy=False).tobytes()
+
+
+def unpack(data: bytes, shape: tuple[int, ...], params: RlweParams = PARAMS) -> U32:
+    """Inverse of :func:`pack`; ``shape[0] == 2`` indexes the primes.
+
+    Raises:
+        ProtocolError: the length is not that of the shape, or a residue is not below its prime.
+    """
+    count = math.prod(shape)
+    if len(data) != packed_bytes(count):
+        raise ProtocolError(f"{len(data)} bytes for {count} residues, expected {packed_bytes(count)}")
+    lanes = -(-count // _GROUP)
+    values = np.empty((_GROUP, lanes), np.uint32)
+    _unpack(np.frombuffer(data, dtype="<u8").reshape(RESIDUE_BITS, lanes), values, RESIDUE_BITS)
+    out: U32 = values.reshape(-1)[:count].reshape(shape)
+    for residues, q in zip(out, params.primes, strict=True):
+        if residues.size and int(residues.max()) >= q:
+            raise ProtocolError("a residue is not below its prime")
+    return out
