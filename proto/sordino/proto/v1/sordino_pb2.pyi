@@ -1,0 +1,121 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Protocol(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PROTOCOL_UNSPECIFIED: _ClassVar[Protocol]
+    PROTOCOL_MASKED: _ClassVar[Protocol]
+    PROTOCOL_CLEAR: _ClassVar[Protocol]
+PROTOCOL_UNSPECIFIED: Protocol
+PROTOCOL_MASKED: Protocol
+PROTOCOL_CLEAR: Protocol
+
+class GetManifestRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetManifestResponse(_message.Message):
+    __slots__ = ("manifest", "max_message_bytes", "protocols", "version")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOLS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    manifest: bytes
+    max_message_bytes: int
+    protocols: _containers.RepeatedScalarFieldContainer[Protocol]
+    version: str
+    def __init__(self, manifest: _Optional[bytes] = ..., max_message_bytes: _Optional[int] = ..., protocols: _Optional[_Iterable[_Union[Protocol, str]]] = ..., version: _Optional[str] = ...) -> None: ...
+
+class FetchFileRequest(_message.Message):
+    __slots__ = ("name", "offset")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    offset: int
+    def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class FileChunk(_message.Message):
+    __slots__ = ("offset", "data")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    data: bytes
+    def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ProvisionRequest(_message.Message):
+    __slots__ = ("group", "seed", "c0", "masks", "check")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    C0_FIELD_NUMBER: _ClassVar[int]
+    MASKS_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    seed: bytes
+    c0: bytes
+    masks: MaskBlock
+    check: CheckVectors
+    def __init__(self, group: _Optional[int] = ..., seed: _Optional[bytes] = ..., c0: _Optional[bytes] = ..., masks: _Optional[_Union[MaskBlock, _Mapping]] = ..., check: _Optional[_Union[CheckVectors, _Mapping]] = ...) -> None: ...
+
+class MaskBlock(_message.Message):
+    __slots__ = ("block", "points")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    block: int
+    points: int
+    def __init__(self, block: _Optional[int] = ..., points: _Optional[int] = ...) -> None: ...
+
+class CheckVectors(_message.Message):
+    __slots__ = ("rows", "inputs", "outputs")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    inputs: int
+    outputs: int
+    def __init__(self, rows: _Optional[int] = ..., inputs: _Optional[int] = ..., outputs: _Optional[int] = ...) -> None: ...
+
+class ProvisionResponse(_message.Message):
+    __slots__ = ("group", "c0", "c1")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    C0_FIELD_NUMBER: _ClassVar[int]
+    C1_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    c0: bytes
+    c1: bytes
+    def __init__(self, group: _Optional[int] = ..., c0: _Optional[bytes] = ..., c1: _Optional[bytes] = ...) -> None: ...
+
+class EvaluateRequest(_message.Message):
+    __slots__ = ("open", "id", "group", "rows", "data")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    open: Open
+    id: int
+    group: int
+    rows: int
+    data: bytes
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., id: _Optional[int] = ..., group: _Optional[int] = ..., rows: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("fingerprint", "protocol")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    protocol: Protocol
+    def __init__(self, fingerprint: _Optional[str] = ..., protocol: _Optional[_Union[Protocol, str]] = ...) -> None: ...
+
+class EvaluateResponse(_message.Message):
+    __slots__ = ("id", "data")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    data: bytes
+    def __init__(self, id: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...

@@ -1,0 +1,104 @@
+"""Assembles and runs the server: TLS, authentication, health, reflection, and a drain on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from sordino.proto.v1 import sordino_pb2 as pb
+from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
+from sordino.server.auth import TokenFile, TokenInterceptor
+from sordino.server.service import Limits, SordinoService
+from sordino.server.store import MatrixStore
+from sordino.server.tls import TlsFiles
+from sordino.shared.errors import SordinoError
+from sordino.shared.transport import channel_options
+
+log = logging.getLogger(__name__)
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sordino"].full_name
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How one server runs.
+
+    Attributes:
+        host, port: where to listen; port 0 takes a free one.
+        tls: None serves without TLS, on loopback only.
+        tokens: None serves without authentication, on loopback only.
+        allow_clear: answer ``protocol=clear`` too.
+        grace_s: how long running calls may go on after SIGTERM.
+    """
+
+    bundle: Path
+    host: str = "127.0.0.1"
+    port: int = 50551
+    tls: TlsFiles | None
+    tokens: Path | None
+    device: str = "cpu"
+    allow_clear: bool = False
+    grace_s: float = 10.0
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if self.host not in _LOOPBACK and (self.tls is None or self.tokens is None):
+            raise SordinoError(f"without TLS or without tokens a server listens on loopback alone, not on {self.host!r}")
+
+
+async def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
+    """Serves until SIGTERM or SIGINT, then drains and returns.
+
+    Args:
+        ready: called once with the port, when requests are answered.
+
+    Raises:
+        SordinoError: the bundle is damaged, or the port cannot be had.
+    """
+    store = MatrixStore(config.bundle, config.device)
+    log.info("%d groups on %s by %s", len(store.matrices), store.device, store.kernel.name)
+    service = SordinoService(store, config.limits, allow_clear=config.allow_clear)
+    interceptors = [TokenInterceptor(TokenFile(config.tokens))] if config.tokens else []
+    server = grpc.aio.server(
+        interceptors=interceptors,
+        options=[*channel_options(config.limits.max_message_bytes), ("grpc.so_reuseport", 0)],
+    )
+    checks = health.aio.HealthServicer()
+    pb_grpc.add_SordinoServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    port = _listen(server, config)
+    await server.start()
+    for name in ("", SERVICE_NAME):
+        await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    ready(port)
+    await stop.wait()
+    log.info("draining: no new streams, at most %.0f s for the running ones", config.grace_s)
+    await checks.enter_graceful_shutdown()
+    service.draining.set()
+    await server.stop(config.grace_s)
+    service.close()
+
+
+def _listen(server: grpc.aio.Server, config: ServerConfig) -> int:
+    address = f"{config.host}:{config.port}"
+    try:
+        if config.tls is None:
+            return server.add_insecure_port(address)
+        pair = (config.tls.key.read_bytes(), config.tls.certificate.read_bytes())
+        return server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+    except RuntimeError as error:
+        raise SordinoError(f"cannot listen on {address}: is another server there?") from error

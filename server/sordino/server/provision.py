@@ -1,0 +1,70 @@
+"""Encrypted products for provisioning: integer combinations of ciphertexts, one matrix product per evaluation point.
+
+The server holds no key and runs no transform. A residue is below 2^27 and |W_ij| < 2^7, so float64 sums are exact for
+rows up to 2^19 (MAX_IN_FEATURES is 2^17).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+
+from sordino.server.kernel import RingMatrix
+from sordino.shared.packing import BlockShape, encode_weights, multiply
+from sordino.shared.rlwe import PARAMS, U32, expand_uniform
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _reduce(sums: NDArray[np.float64], q: float, out: U32) -> None:
+    """Exact sums to [0, q): floor by reciprocal may be off by one either way."""
+    inverse = 1.0 / q
+    for i in range(sums.shape[0]):
+        for j in range(sums.shape[1]):
+            x = sums[i, j]
+            r = x - np.floor(x * inverse) * q
+            r = r + q if r < 0 else r
+            r = r - q if r >= q else r
+            out[i, j] = np.uint32(np.int64(r))
+
+
+def product_of_masks(weights64: torch.Tensor, seed: bytes, block: int, c0: U32) -> tuple[U32, U32]:
+    """W times one ciphertext per input channel, at some evaluation points.
+
+    Args:
+        weights64: W as float64, ``[planes * m, n]``, on the device that computes.
+        seed: of the random half; block: which block of points.
+        c0: ``[2, points, n]``.
+
+    Returns:
+        Both halves of the result, ``[2, points, planes * m]`` each.
+    """
+    _, points, n = c0.shape
+    c1 = expand_uniform(seed, block, (points, n))
+    stacked = torch.from_numpy(np.stack([c0, c1])).to(weights64.device).to(torch.float64)
+    sums = (stacked.view(4 * points, n) @ weights64.t()).cpu().numpy().reshape(2, 2, points, -1)
+    out = np.empty(sums.shape, np.uint32)
+    for half in range(2):
+        for i, q in enumerate(PARAMS.primes):
+            _reduce(sums[half, i], float(q), out[half, i])
+    return out[0], out[1]
+
+
+def product_of_checks(matrix: RingMatrix, shape: BlockShape, seed: bytes, c0: U32) -> tuple[U32, U32]:
+    """Encrypted check vectors times W (that is, W^T v), plane by plane.
+
+    Args:
+        shape: of W^T: in_features = m, out_features = n.
+        c0: ``[2, N, input_blocks]``.
+
+    Returns:
+        Both halves, ``[2, N, planes * output_blocks]`` each.
+    """
+    c1 = expand_uniform(seed, 0, c0.shape[1:])  # type: ignore[arg-type]
+    halves: tuple[list[U32], list[U32]] = ([], [])
+    for plane in matrix.weights.cpu().numpy().reshape(matrix.planes, matrix.out_features, matrix.in_features):
+        encoded = encode_weights(np.ascontiguousarray(plane.T), shape)
+        for half, c in zip(halves, (c0, c1), strict=True):
+            half.append(multiply(encoded, c, shape))
+    return np.concatenate(halves[0], axis=2), np.concatenate(halves[1], axis=2)

@@ -1,0 +1,268 @@
+"""The gRPC service: turns messages into products, and errors into statuses. It keeps no state between requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TypeVar
+
+import grpc
+import numpy as np
+import torch
+
+from sordino.proto.v1 import sordino_pb2 as pb
+from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
+from sordino.server.auth import identity_of
+from sordino.server.kernel import RingMatrix
+from sordino.server.provision import product_of_checks, product_of_masks
+from sordino.server.store import MatrixStore
+from sordino.shared.errors import (
+    BundleError,
+    FingerprintError,
+    LimitError,
+    ProtocolError,
+    RangeError,
+    SordinoError,
+    TransportError,
+    UnknownGroupError,
+)
+from sordino.shared.packing import BlockShape
+from sordino.shared.ring import P
+from sordino.shared.rlwe import PARAMS, SEED_BYTES, packed_bytes, pack, unpack
+from sordino.shared.transport import BUNDLE_CHUNK_BYTES, DEFAULT_MAX_MESSAGE_BYTES, ERROR_KEY, status_of
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# A product with fewer multiplications runs on the event loop: handing it to a thread costs more than it takes.
+_INLINE_PRODUCTS = 48_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one server takes on; over it, a call gets RESOURCE_EXHAUSTED at once instead of waiting."""
+
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    max_streams: int = 256
+    max_streams_per_identity: int = 32
+    max_provisioning: int = 8
+    max_provisioning_per_identity: int = 4
+
+
+class SordinoService(pb_grpc.SordinoServicer):
+    """See ``sordino.proto`` for the calls.
+
+    Args:
+        store: the matrices.
+        limits: see :class:`Limits`.
+        allow_clear: answer ``PROTOCOL_CLEAR``, rows without masks; for tests and benchmarks only.
+    """
+
+    def __init__(self, store: MatrixStore, limits: Limits, *, allow_clear: bool = False) -> None:
+        self._store = store
+        self._limits = limits
+        self._protocols = [pb.PROTOCOL_MASKED, *([pb.PROTOCOL_CLEAR] if allow_clear else [])]
+        self._evaluate_pool = ThreadPoolExecutor(1, thread_name_prefix="evaluate")
+        self._provision_pool = ThreadPoolExecutor(1, thread_name_prefix="provision")
+        self._open: Counter[tuple[str, str]] = Counter()
+        self.draining = asyncio.Event()
+
+    def close(self) -> None:
+        self._evaluate_pool.shutdown(cancel_futures=True)
+        self._provision_pool.shutdown(cancel_futures=True)
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    async def GetManifest(  # noqa: N802 - gRPC's name
+        self, request: pb.GetManifestRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetManifestResponse:
+        del request, context
+        return pb.GetManifestResponse(
+            manifest=self._store.manifest.to_json(),
+            max_message_bytes=self._limits.max_message_bytes,
+            protocols=self._protocols,
+            version=version("sordino"),
+        )
+
+    async def FetchFile(  # noqa: N802
+        self, request: pb.FetchFileRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.FileChunk]:
+        async with _edge(context):
+            path = self._store.client_file(request.name)
+            if path is None:
+                raise UnknownGroupError("no such file in the client bundle")
+            size = self._store.manifest.client_files[request.name].size
+            if request.offset > size:
+                raise ProtocolError(f"offset {request.offset} is past the file's {size} bytes")
+            loop = asyncio.get_running_loop()
+            with path.open("rb") as file:
+                file.seek(request.offset)
+                offset = request.offset
+                while data := await loop.run_in_executor(None, file.read, BUNDLE_CHUNK_BYTES):
+                    yield pb.FileChunk(offset=offset, data=data)
+                    offset += len(data)
+
+    async def Provision(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.ProvisionRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.ProvisionResponse]:
+        async with _edge(context):
+            with self._admit("provisioning", context, self._limits.max_provisioning, self._limits.max_provisioning_per_identity):
+                weights: tuple[int, torch.Tensor] | None = None
+                async for request in self._until_drained(request_iterator):
+                    kind = request.WhichOneof("kind")
+                    matrix = self._matrix(request.group)
+                    if kind == "masks":
+                        if weights is None or weights[0] != request.group:
+                            weights = (request.group, matrix.weights.to(torch.float64))
+                        yield await self._run(self._provision_pool, self._masks, request, matrix, weights[1])
+                    elif kind == "check":
+                        yield await self._run(self._provision_pool, self._checks, request, matrix)
+                    else:
+                        raise ProtocolError("a provisioning request holds masks or check vectors, this one neither")
+
+    async def Evaluate(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.EvaluateRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.EvaluateResponse]:
+        async with _edge(context):
+            with self._admit("evaluation", context, self._limits.max_streams, self._limits.max_streams_per_identity):
+                opened = False
+                async for request in self._until_drained(request_iterator):
+                    if not opened:
+                        self._check_open(request)
+                        opened = True
+                        yield pb.EvaluateResponse(id=request.id)
+                        continue
+                    if request.HasField("open"):
+                        raise ProtocolError("`open` belongs on the first message of a stream only")
+                    matrix = self._matrix(request.group)
+                    if request.rows * matrix.in_features * matrix.out_features < _INLINE_PRODUCTS:
+                        yield self._product(request, matrix)
+                    else:
+                        yield await self._run(self._evaluate_pool, self._product, request, matrix)
+
+    # -- one request -------------------------------------------------------------------------------------------------
+
+    def _check_open(self, request: pb.EvaluateRequest) -> None:
+        if not request.HasField("open"):
+            raise ProtocolError("the first message of a stream must set `open`")
+        if request.open.protocol not in self._protocols:
+            if request.open.protocol == pb.PROTOCOL_CLEAR:
+                raise ProtocolError("this server takes masked rows only (protocol=clear needs `serve --allow-clear`)")
+            raise ProtocolError("`open` names no protocol that this server knows")
+        if request.open.fingerprint != self._store.manifest.fingerprint:
+            raise FingerprintError("the server holds another split than the client: connect again to fetch its bundle")
+
+    def _matrix(self, group: int) -> RingMatrix:
+        if group >= len(self._store.matrices):
+            raise UnknownGroupError(f"group {group} does not exist: the bundle has {len(self._store.matrices)}")
+        return self._store.matrices[group]
+
+    def _product(self, request: pb.EvaluateRequest, matrix: RingMatrix) -> pb.EvaluateResponse:
+        expected = 4 * request.rows * matrix.in_features
+        if not request.rows or len(request.data) != expected:
+            raise ProtocolError(
+                f"{len(request.data)} bytes for {request.rows} rows of {matrix.in_features} elements, expected {expected}"
+            )
+        self._bound_answer(4 * request.rows * matrix.out_features)
+        rows = np.frombuffer(request.data, dtype="<u4").reshape(request.rows, matrix.in_features)
+        if int(rows.max()) >= P:
+            raise RangeError("an element is not below p")
+        return pb.EvaluateResponse(id=request.id, data=matrix.matmul(rows).astype("<u4", copy=False).tobytes())
+
+    def _masks(self, request: pb.ProvisionRequest, matrix: RingMatrix, weights64: torch.Tensor) -> pb.ProvisionResponse:
+        points = request.masks.points
+        if not 1 <= points <= PARAMS.n or request.masks.block >= PARAMS.n:
+            raise ProtocolError(f"a block has 1 to {PARAMS.n} points and an index below {PARAMS.n}")
+        self._bound_answer(2 * packed_bytes(2 * points * matrix.weights.shape[0]))
+        c0 = _residues(request, (2, points, matrix.in_features))
+        out0, out1 = product_of_masks(weights64, request.seed, request.masks.block, c0)
+        return pb.ProvisionResponse(group=request.group, c0=pack(out0), c1=pack(out1))
+
+    def _checks(self, request: pb.ProvisionRequest, matrix: RingMatrix) -> pb.ProvisionResponse:
+        wanted = request.check
+        if not 1 <= wanted.rows <= 2 or not wanted.inputs or not wanted.outputs:
+            raise ProtocolError("check vectors come one or two at a time, with positive block sizes")
+        if wanted.rows * wanted.inputs * wanted.outputs > PARAMS.n:
+            raise ProtocolError(f"a block of more than {PARAMS.n} coefficients")
+        shape = BlockShape(wanted.rows, wanted.inputs, wanted.outputs, matrix.out_features, matrix.in_features)
+        self._bound_answer(2 * packed_bytes(2 * PARAMS.n * matrix.planes * shape.output_blocks))
+        c0 = _residues(request, (2, PARAMS.n, shape.input_blocks))
+        out0, out1 = product_of_checks(matrix, shape, request.seed, c0)
+        return pb.ProvisionResponse(group=request.group, c0=pack(out0), c1=pack(out1))
+
+    def _bound_answer(self, size: int) -> None:
+        if size > self._limits.max_message_bytes:
+            raise LimitError(f"the answer would have {size} bytes, the limit is {self._limits.max_message_bytes}: ask in parts")
+
+    # -- admission and draining --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _admit(self, what: str, context: grpc.aio.ServicerContext, total: int, per_identity: int) -> Iterator[None]:
+        identity = identity_of(context)
+        key = (what, identity)
+        if self.draining.is_set():
+            raise TransportError("the server is shutting down: try another replica, or again later")
+        if sum(count for (kind, _), count in self._open.items() if kind == what) >= total:
+            raise LimitError(f"the server has its {total} {what} streams: try again later")
+        if self._open[key] >= per_identity:
+            raise LimitError(f"this token has its {per_identity} {what} streams: close one first")
+        self._open[key] += 1
+        try:
+            yield
+        finally:
+            self._open[key] -= 1
+            if not self._open[key]:
+                del self._open[key]
+
+    async def _until_drained(self, requests: AsyncIterator[T]) -> AsyncIterator[T]:
+        """Requests until the client ends or the server drains; what was asked before is still answered."""
+        iterator = requests.__aiter__()
+        drained = asyncio.ensure_future(self.draining.wait())
+        try:
+            while True:
+                following = asyncio.ensure_future(iterator.__anext__())
+                await asyncio.wait({following, drained}, return_when=asyncio.FIRST_COMPLETED)
+                if not following.done():
+                    following.cancel()
+                    raise TransportError("the server is shutting down: try another replica, or again later")
+                try:
+                    yield following.result()
+                except StopAsyncIteration:
+                    return
+        finally:
+            drained.cancel()
+
+    async def _run(self, pool: ThreadPoolExecutor, function: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+
+
+def _residues(request: pb.ProvisionRequest, shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
+    if len(request.seed) != SEED_BYTES:
+        raise ProtocolError(f"a seed has {SEED_BYTES} bytes, this one {len(request.seed)}")
+    return unpack(request.c0, shape)
+
+
+class _edge:  # noqa: N801 - used like a function
+    """Turns a Sordino error into its status; anything else into INTERNAL without its text (it could hold values)."""
+
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, SordinoError):
+            self._context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
+            if isinstance(error, BundleError):
+                log.error("bundle: %s", error)
+            await self._context.abort(status_of(error), str(error))
+        elif isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+            log.error("internal error: %s", type(error).__name__, exc_info=True)
+            await self._context.abort(grpc.StatusCode.INTERNAL, "internal error, see the server's log")

@@ -1,0 +1,81 @@
+"""The matrices of one server bundle, memory-mapped, checked, on their device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from sordino.server.kernel import MAX_IN_FEATURES, RingMatrix, choose_kernel
+from sordino.shared.errors import BundleError, RangeError
+from sordino.shared.manifest import CLIENT_DIR, SERVER_DIR, ModelManifest, sha256_file
+from sordino.shared.rlwe import PARAMS
+
+
+class MatrixStore:
+    """Loads a bundle made by ``sordino split``.
+
+    Args:
+        bundle: the folder with manifest.json, client/ and server/.
+        device: "cpu", "cuda", "cuda:1", ...
+        verify: hash every file first (one read of the bundle).
+
+    Raises:
+        BundleError: a file is missing, was changed, or holds other tensors than the manifest says.
+        RangeError: a matrix breaks the noise bound of §4.2.
+    """
+
+    def __init__(self, bundle: Path, device: str = "cpu", *, verify: bool = True) -> None:
+        self.bundle = bundle
+        self.manifest = ModelManifest.load(bundle)
+        self.device = torch.device(device)
+        if verify:
+            self._verify()
+        self.kernel = choose_kernel(self.device)
+        self.matrices = self._load()
+
+    def client_file(self, name: str) -> Path | None:
+        """The path of a file of the client bundle, or None when the manifest does not list it."""
+        return self.bundle / CLIENT_DIR / name if name in self.manifest.client_files else None
+
+    def _verify(self) -> None:
+        for folder, files in ((CLIENT_DIR, self.manifest.client_files), (SERVER_DIR, self.manifest.server_files)):
+            for name, spec in files.items():
+                path = self.bundle / folder / name
+                if not path.is_file():
+                    raise BundleError(f"{folder}/{name} is missing from the bundle")
+                if sha256_file(path) != spec:
+                    raise BundleError(f"{folder}/{name} was changed after the split: its SHA-256 is not the manifest's")
+
+    def _load(self) -> list[RingMatrix]:
+        tensors: dict[str, torch.Tensor] = {}
+        for name in self.manifest.server_files:
+            if name.endswith(".safetensors"):
+                with safe_open(self.bundle / SERVER_DIR / name, framework="pt", device=str(self.device)) as file:
+                    for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                        tensors[key] = file.get_tensor(key)
+        matrices = []
+        for group in self.manifest.groups:
+            weights = tensors.get(group.name)
+            shape = (group.planes * group.out_features, group.in_features)
+            if weights is None or weights.dtype != torch.int8 or tuple(weights.shape) != shape:
+                raise BundleError(f"group {group.name!r}: the bundle has no int8 matrix of shape {shape}")
+            if group.in_features > MAX_IN_FEATURES:
+                raise BundleError(f"group {group.name!r}: rows longer than {MAX_IN_FEATURES} are not supported")
+            self._check_bounds(group.name, group.planes, group.l1_max, weights)
+            matrices.append(RingMatrix(weights, group.planes, self.kernel))
+        return matrices
+
+    def _check_bounds(self, name: str, planes: int, l1_stated: int, weights: torch.Tensor) -> None:
+        """The figures that decode rightly and never wrap are recomputed from the real matrix, block by block."""
+        if weights.numel() and int(weights.min()) < -127 and planes == 1:
+            raise RangeError(f"group {name!r}: a weight of -128; int8 weights are symmetric")
+        half = weights.shape[0] // planes
+        for start in range(0, half, 1024):
+            parts = [weights[k * half + start : k * half + min(start + 1024, half)].to(torch.float64) for k in range(planes)]
+            for part in parts:
+                PARAMS.check_norm(name, float(part.square().sum(dim=1).max().sqrt()))
+            whole = parts[0] if planes == 1 else parts[0] + 256 * parts[1]
+            if int(whole.abs().sum(dim=1).max()) > l1_stated:
+                raise BundleError(f"group {name!r}: a row's L1 norm is over the manifest's l1_max")
