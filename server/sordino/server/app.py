@@ -88,7 +88,7 @@ async def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
     await stop.wait()
     log.info("draining: no new streams, at most %.0f s for the running ones", config.grace_s)
     await checks.enter_graceful_shutdown()
-    service.draining.set()
+    service.drain()
     await server.stop(config.grace_s)
     service.close()
 

@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 # A product with fewer multiplications runs on the event loop: handing it to a thread costs more than it takes.
 _INLINE_PRODUCTS = 48_000_000
+_DRAINING = "the server is shutting down: try another replica, or again later"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,8 @@ class SordinoService(pb_grpc.SordinoServicer):
         self._evaluate_pool = ThreadPoolExecutor(1, thread_name_prefix="evaluate")
         self._provision_pool = ThreadPoolExecutor(1, thread_name_prefix="provision")
         self._open: Counter[tuple[str, str]] = Counter()
-        self.draining = asyncio.Event()
+        self._draining = False
+        self._waiting: set[asyncio.Task[object]] = set()
 
     def close(self) -> None:
         self._evaluate_pool.shutdown(cancel_futures=True)
@@ -206,8 +208,8 @@ class SordinoService(pb_grpc.SordinoServicer):
     def _admit(self, what: str, context: grpc.aio.ServicerContext, total: int, per_identity: int) -> Iterator[None]:
         identity = identity_of(context)
         key = (what, identity)
-        if self.draining.is_set():
-            raise TransportError("the server is shutting down: try another replica, or again later")
+        if self._draining:
+            raise TransportError(_DRAINING)
         if sum(count for (kind, _), count in self._open.items() if kind == what) >= total:
             raise LimitError(f"the server has its {total} {what} streams: try again later")
         if self._open[key] >= per_identity:
@@ -222,21 +224,29 @@ class SordinoService(pb_grpc.SordinoServicer):
 
     async def _until_drained(self, requests: AsyncIterator[T]) -> AsyncIterator[T]:
         """Requests until the client ends or the server drains; what was asked before is still answered."""
+        task = asyncio.current_task()
         iterator = requests.__aiter__()
-        drained = asyncio.ensure_future(self.draining.wait())
-        try:
-            while True:
-                following = asyncio.ensure_future(iterator.__anext__())
-                await asyncio.wait({following, drained}, return_when=asyncio.FIRST_COMPLETED)
-                if not following.done():
-                    following.cancel()
-                    raise TransportError("the server is shutting down: try another replica, or again later")
-                try:
-                    yield following.result()
-                except StopAsyncIteration:
-                    return
-        finally:
-            drained.cancel()
+        while task is not None and not self._draining:
+            self._waiting.add(task)
+            try:
+                request = await iterator.__anext__()
+            except StopAsyncIteration:
+                return
+            except asyncio.CancelledError:
+                if not self._draining:
+                    raise
+                task.uncancel()
+                break
+            finally:
+                self._waiting.discard(task)
+            yield request
+        raise TransportError(_DRAINING)
+
+    def drain(self) -> None:
+        """Refuses new streams, ends the idle ones; those with a request under way answer it first."""
+        self._draining = True
+        for task in self._waiting:
+            task.cancel()
 
     async def _run(self, pool: ThreadPoolExecutor, function: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, function, *args)

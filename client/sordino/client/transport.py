@@ -1,0 +1,319 @@
+"""The client's end of the wire: one channel, one evaluation stream that survives a restart of the server."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeVar
+from urllib.parse import urlsplit
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from sordino.proto.v1 import sordino_pb2 as pb
+from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
+from sordino.shared.errors import ProtocolError, SessionLostError, TransportError
+from sordino.shared.manifest import GroupSpec, ModelManifest
+from sordino.shared.transport import DEFAULT_MAX_MESSAGE_BYTES, ENVELOPE_BYTES, channel_options, error_of
+
+log = logging.getLogger(__name__)
+
+U32 = NDArray[np.uint32]
+T = TypeVar("T")
+DEFAULT_PORT: Final = 50551
+_MAX_MESSAGE: Final = 64 << 20
+_BACKOFF_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Payload bytes as serialised (without HTTP/2 and TLS framing), per phase, since the connection was made."""
+
+    up: dict[str, int] = field(default_factory=dict)
+    down: dict[str, int] = field(default_factory=dict)
+    rounds: int = 0
+    retries: int = 0
+
+    def count(self, phase: str, *, up: int = 0, down: int = 0) -> None:
+        self.up[phase] = self.up.get(phase, 0) + up
+        self.down[phase] = self.down.get(phase, 0) + down
+
+
+class Connection:
+    """A channel to one server (or to a balancer before several that hold the same split).
+
+    Args:
+        target: ``grpcs://host:port`` with TLS, ``grpc://host:port`` without (loopback only).
+        token: as the provider gave it.
+        ca: PEM of the authority that signed the server's certificate; None uses the system's.
+        timeout_s: for each short call, and the longest wait for one answer of a stream.
+        retry_s: how long a broken stream is retried before it counts as lost.
+
+    Raises:
+        TransportError: the target is malformed, or the server cannot be reached.
+    """
+
+    def __init__(
+        self, target: str, *, token: str | None = None, ca: Path | None = None, timeout_s: float = 60, retry_s: float = 60
+    ) -> None:
+        self.target = target
+        self.timeout_s = timeout_s
+        self.retry_s = retry_s
+        self.traffic = Traffic()
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._channel = _channel(target, ca)
+        self._stub = pb_grpc.SordinoStub(self._channel)
+        try:
+            # The manifest precedes every state, so a server that is just restarting is waited for.
+            reply = self.retrying(
+                lambda: self._stub.GetManifest(pb.GetManifestRequest(), metadata=self._metadata, timeout=timeout_s)
+            )
+            self.manifest = ModelManifest.from_json(reply.manifest)
+        except BaseException:
+            self._channel.close()
+            raise
+        self.max_message_bytes = min(reply.max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES, _MAX_MESSAGE)
+        self.protocols = tuple(reply.protocols)
+        self.server_version = reply.version
+
+    def fetch(self, name: str, offset: int) -> Iterator[bytes]:
+        """The bytes of a file of the client bundle from ``offset`` on, in chunks."""
+        position = offset
+        try:
+            for chunk in self._stub.FetchFile(pb.FetchFileRequest(name=name, offset=offset), metadata=self._metadata):
+                if chunk.offset != position:
+                    raise ProtocolError(f"the server sent {name!r} out of order")
+                position += len(chunk.data)
+                self.traffic.count("bundle", down=chunk.ByteSize())
+                yield chunk.data
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+
+    def provision(self, requests: Iterator[pb.ProvisionRequest]) -> Iterator[pb.ProvisionResponse]:
+        """One provisioning stream; answers come in the order of the requests."""
+
+        def counted() -> Iterator[pb.ProvisionRequest]:
+            for request in requests:
+                self.traffic.count("provision", up=request.ByteSize())
+                yield request
+
+        try:
+            for response in self._stub.Provision(counted(), metadata=self._metadata):
+                self.traffic.count("provision", down=response.ByteSize())
+                yield response
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+
+    def evaluation(self, protocol: pb.Protocol) -> EvaluationStream:
+        return EvaluationStream(self, protocol)
+
+    def open_stream(self, requests: Iterator[pb.EvaluateRequest]) -> grpc.CallIterator[pb.EvaluateResponse]:
+        return self._stub.Evaluate(requests, metadata=self._metadata)
+
+    def retrying(self, attempt: Callable[[], T]) -> T:
+        """Runs ``attempt`` until it succeeds, fails for another reason than the transport, or ``retry_s`` is over."""
+        deadline = time.monotonic() + self.retry_s
+        for tries in range(1 << 30):
+            try:
+                try:
+                    return attempt()
+                except grpc.RpcError as error:
+                    raise error_of(error) from None
+            except TransportError:
+                pause = _BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)]
+                if time.monotonic() + pause > deadline:
+                    raise
+                self.traffic.retries += 1
+                time.sleep(pause)
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class EvaluationStream:
+    """Products over one bidirectional stream; safe for several threads, which take turns.
+
+    A broken stream is opened again and the unanswered messages are sent as they were, byte for byte: a masked row has
+    one meaning, so a second copy tells the server nothing (§4.5.1).
+    """
+
+    def __init__(self, connection: Connection, protocol: pb.Protocol) -> None:
+        self._connection = connection
+        self._open = pb.EvaluateRequest(
+            open=pb.Open(fingerprint=connection.manifest.fingerprint, protocol=protocol), id=0
+        )
+        self._lock = threading.Lock()
+        self._outgoing: queue.SimpleQueue[pb.EvaluateRequest | None] = queue.SimpleQueue()
+        self._call: grpc.CallIterator[pb.EvaluateResponse] | None = None
+        self._next_id = 1
+        self._closed = False
+        self._watchdog = Watchdog(connection.timeout_s)
+
+    def product(self, index: int, group: GroupSpec, rows: U32, meanwhile: Callable[[], None] | None = None) -> U32:
+        """W times ``rows [R, n]``: one round trip, in several messages when the rows do not fit in one.
+
+        Args:
+            meanwhile: client work that runs while the server computes.
+
+        Returns:
+            ``[R, m]`` ring elements.
+
+        Raises:
+            SessionLostError: the server stayed away for ``retry_s``.
+            SordinoError: the server refused the request.
+        """
+        with self._lock:
+            if self._closed:
+                raise SessionLostError("the session is closed")
+            messages = self._messages(index, group, rows)
+            answers = self._exchange(messages, meanwhile)
+        parts = []
+        for message, answer in zip(messages, answers, strict=True):
+            if len(answer.data) != 4 * message.rows * group.out_features:
+                raise ProtocolError(f"group {group.name!r}: the answer has {len(answer.data)} bytes for {message.rows} rows")
+            parts.append(np.frombuffer(answer.data, dtype="<u4").reshape(message.rows, group.out_features))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._hang_up()
+        self._watchdog.close()
+
+    def _messages(self, index: int, group: GroupSpec, rows: U32) -> list[pb.EvaluateRequest]:
+        per_message = self._connection.max_message_bytes // (4 * max(group.in_features, group.out_features))
+        if per_message < 1:
+            raise ProtocolError(f"group {group.name!r}: one row is over the server's message limit")
+        messages = []
+        for start in range(0, rows.shape[0], per_message):
+            part = rows[start : start + per_message]
+            data = part.astype("<u4", copy=False).tobytes()
+            messages.append(pb.EvaluateRequest(id=self._next_id, group=index, rows=part.shape[0], data=data))
+            self._next_id += 1
+        return messages
+
+    def _exchange(
+        self, messages: Sequence[pb.EvaluateRequest], meanwhile: Callable[[], None] | None
+    ) -> list[pb.EvaluateResponse]:
+        traffic = self._connection.traffic
+        answers: list[pb.EvaluateResponse] = []
+        pending = deque(messages)
+        working = meanwhile
+
+        def attempt() -> None:
+            nonlocal working
+            try:
+                call = self._stream()
+                for message in pending:
+                    traffic.count("online", up=message.ByteSize())
+                    self._outgoing.put(message)
+                if working is not None:
+                    work, working = working, None
+                    work()
+                while pending:
+                    answer = self._read(call)
+                    if answer.id != pending[0].id:
+                        raise ProtocolError("the server answered out of order")
+                    traffic.count("online", down=answer.ByteSize())
+                    answers.append(answer)
+                    pending.popleft()
+            except BaseException:
+                self._hang_up()
+                raise
+
+        try:
+            self._connection.retrying(attempt)
+        except TransportError as error:
+            raise SessionLostError(f"the server was away for {self._connection.retry_s:.0f} s: {error}") from None
+        traffic.rounds += 1
+        return answers
+
+    def _stream(self) -> grpc.CallIterator[pb.EvaluateResponse]:
+        if self._call is None:
+            self._outgoing = queue.SimpleQueue()
+            self._call = self._connection.open_stream(iter(self._outgoing.get, None))
+            self._outgoing.put(self._open)
+            self._connection.traffic.count("online", up=self._open.ByteSize(), down=self._read(self._call).ByteSize())
+        return self._call
+
+    def _read(self, call: grpc.CallIterator[pb.EvaluateResponse]) -> pb.EvaluateResponse:
+        try:
+            with self._watchdog.watching(call):
+                return next(call)
+        except StopIteration:
+            raise TransportError("the server ended the stream") from None
+
+    def _hang_up(self) -> None:
+        if self._call is not None:
+            self._outgoing.put(None)
+            self._call.cancel()
+            self._call = None
+
+
+class Watchdog:
+    """Cancels a call whose next answer takes longer than ``timeout_s``; one thread, no cost on the fast path."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._call: grpc.CallIterator[pb.EvaluateResponse] | None = None
+        self._since = 0.0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watching(self, call: grpc.CallIterator[pb.EvaluateResponse]) -> Watchdog:
+        self._since = time.monotonic()
+        self._call = call
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sordino-watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self._call = None
+
+    def close(self) -> None:
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(min(0.5, self._timeout_s / 4)):
+            call, since = self._call, self._since
+            if call is not None and time.monotonic() - since > self._timeout_s:
+                log.warning("no answer for %.0f s: the stream is cancelled and opened again", self._timeout_s)
+                call.cancel()
+
+
+def _channel(target: str, ca: Path | None) -> grpc.Channel:
+    parts = urlsplit(target)
+    if parts.scheme not in ("grpc", "grpcs") or not parts.hostname or parts.path not in ("", "/"):
+        raise TransportError(f"target {target!r} is not of the form grpcs://host:port")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    address = f"{host}:{parts.port or DEFAULT_PORT}"
+    options: list[tuple[str, int]] = channel_options(_MAX_MESSAGE + ENVELOPE_BYTES)
+    loopback = parts.hostname in ("localhost", "127.0.0.1", "::1")
+    if loopback:
+        # A proxy of the environment cannot reach this machine's own loopback.
+        options.append(("grpc.enable_http_proxy", 0))
+    # Two connections of one process never share a socket: closing one must not touch the other.
+    options.append(("grpc.use_local_subchannel_pool", 1))
+    if parts.scheme == "grpc":
+        if not loopback:
+            raise TransportError(f"grpc:// (no TLS) is for loopback only; use grpcs:// for {parts.hostname}")
+        return grpc.insecure_channel(address, options=options)
+    try:
+        roots = ca.read_bytes() if ca else None
+    except OSError as error:
+        raise TransportError(f"the CA file cannot be read: {error.strerror}") from error
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(roots), options=options)
+
+
