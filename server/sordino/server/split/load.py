@@ -1,0 +1,122 @@
+"""Loads a model and its tokenizer for splitting: float32, safetensors or GGUF, never code from the checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from sordino.shared.errors import BundleError, UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model comes from. ``place`` is a folder or a hub id, ``gguf_file`` a file name inside it or None."""
+
+    place: str
+    gguf_file: str | None
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model in float32 and in eval mode, and its tokenizer (both of ``transformers``, which has no types)."""
+
+    source: Source
+    model: Any
+    tokenizer: Any
+
+
+def locate(model: str | Path, gguf_file: str | None = None) -> Source:
+    """Tells a folder, a hub id and a path that ends in ``.gguf`` apart.
+
+    Raises:
+        BundleError: a GGUF file does not exist.
+    """
+    path = Path(model)
+    if gguf_file is None and path.suffix == ".gguf":
+        path, gguf_file = path.parent, path.name
+    if gguf_file is None:
+        return Source(str(model), None, path.resolve().name if path.is_dir() else str(model))
+    if path.is_dir() and not (path / gguf_file).is_file():
+        raise BundleError(f"no GGUF file {gguf_file!r} in {path.name!r}")
+    return Source(str(path), gguf_file, Path(gguf_file).stem)
+
+
+def load(source: Source) -> Loaded:
+    """Loads model and tokenizer.
+
+    Raises:
+        UnsupportedModelError: the architecture is unknown, wants its own code, or the checkpoint is already quantised.
+        BundleError: the checkpoint has missing, extra or misshapen tensors, or no tokenizer.
+    """
+    extra = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    folder = Path(source.place)
+    if (folder / "adapter_config.json").is_file():
+        raise UnsupportedModelError("the folder holds an adapter: merge it into its base model first")
+    try:
+        config = AutoConfig.from_pretrained(source.place, trust_remote_code=False, **extra)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise UnsupportedModelError(
+            f"{source.name!r}: transformers does not know this architecture: {error}"
+        ) from error
+    except OSError as error:
+        raise BundleError(f"{source.name!r} is no model folder, GGUF file or hub id: {error}") from error
+    if getattr(config, "auto_map", None):
+        raise UnsupportedModelError(f"{source.name!r} needs code of its own (auto_map), which is never run")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{source.name!r} is an encoder-decoder, only causal language models can be split")
+    if getattr(config, "quantization_config", None) and not source.gguf_file:
+        raise UnsupportedModelError(f"{source.name!r} is already quantised: split the checkpoint it was made from")
+    return Loaded(source, _load_model(source, extra), _load_tokenizer(source, extra))
+
+
+def _load_model(source: Source, extra: dict[str, str]) -> Any:
+    options: dict[str, Any] = extra or {"use_safetensors": True}
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.place,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            output_loading_info=True,
+            **options,
+        )
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise UnsupportedModelError(f"{source.name!r} cannot be loaded as a causal language model: {error}") from error
+    except OSError as error:
+        raise BundleError(f"{source.name!r}: no readable safetensors weights: {error}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(str(name) for name in info.get(kind) or ()):
+            raise BundleError(f"{source.name!r}: {len(names)} {kind.replace('_keys', '')} tensors: {_some(names)}")
+    if source.gguf_file:
+        _refuse_unmapped(model, Path(source.place) / source.gguf_file)
+    return model.eval()
+
+
+def _load_tokenizer(source: Source, extra: dict[str, str]) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(source.place, trust_remote_code=False, **extra)
+    except (OSError, ValueError, KeyError) as error:
+        raise BundleError(f"{source.name!r} has no tokenizer that can be loaded: {error}") from error
+
+
+def _refuse_unmapped(model: Any, path: Path) -> None:
+    """``transformers`` drops a GGUF tensor that it has no name for without a word; here that is an error."""
+    if not path.is_file():
+        return  # a hub id: the file lies in the hub's cache, and its missing tensors were checked above
+    from gguf import GGUFReader
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    reader = GGUFReader(path)
+    architecture = str(reader.fields["general.architecture"].contents())
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+    known = get_gguf_hf_weights_map(model, processor)
+    if unmapped := sorted(tensor.name for tensor in reader.tensors if tensor.name not in known):
+        raise BundleError(f"{path.name!r}: {len(unmapped)} tensors have no place in the model: {_some(unmapped)}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
