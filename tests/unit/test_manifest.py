@@ -167,7 +167,8 @@ JUNK: list[Any] = [
 FIELDS: list[tuple[Any, ...]] = [
     ("model_name",), ("model_type",), ("weight_bits",), ("modulus",), ("format_version",), ("groups",),
     ("client_files",), ("server_files",), ("groups", 0), ("groups", 0, "name"), ("groups", 0, "layer"),
-    ("groups", 0, "in_features"), ("groups", 0, "members"), ("groups", 0, "members", 1), ("groups", 0, "members", 1, "name"),
+    ("groups", 0, "in_features"), ("groups", 0, "members"), ("groups", 0, "members", 1),
+    ("groups", 0, "members", 1, "name"),
     ("groups", 0, "members", 1, "out_features"), ("groups", 0, "weight_bits"), ("groups", 0, "l1_max"),
     ("groups", 0, "l2_max"), ("client_files", "config.json"), ("client_files", "config.json", "size"),
     ("client_files", "config.json", "sha256"),
