@@ -104,12 +104,15 @@ class Connection:
                 self.traffic.count("provision", up=request.ByteSize())
                 yield request
 
+        call = self._stub.Provision(counted(), metadata=self._metadata)
         try:
-            for response in self._stub.Provision(counted(), metadata=self._metadata):
+            for response in call:
                 self.traffic.count("provision", down=response.ByteSize())
                 yield response
         except grpc.RpcError as error:
             raise error_of(error) from None
+        finally:
+            call.cancel()
 
     def evaluation(self, protocol: pb.Protocol) -> EvaluationStream:
         return EvaluationStream(self, protocol)

@@ -1,0 +1,144 @@
+"""The client bundle: fetched once per fingerprint, hash-checked, resumable, and treated as a stranger's data."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from platformdirs import user_cache_path
+
+from sordino.client.transport import Connection
+from sordino.shared.errors import BundleError, TransportError
+from sordino.shared.manifest import FileSpec, sha256_file
+
+BundleProgress = Callable[[int, int], None]
+"""Called with (bytes there, bytes in all)."""
+
+# Everything transformers may read from the folder; nothing that it would import or unpickle.
+_ALLOWED_FILES: Final = frozenset(
+    {
+        "added_tokens.json",
+        "chat_template.jinja",
+        "client.safetensors",
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "sentencepiece.bpe.model",
+        "special_tokens_map.json",
+        "spiece.model",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "vocab.json",
+    }
+)
+_ALLOWED_MODEL_TYPES: Final = frozenset(
+    {"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3"}
+)
+# Keys that make transformers load or run code, or fetch something from elsewhere.
+_FORBIDDEN_KEYS: Final = frozenset({"auto_map", "custom_generate", "custom_pipelines", "quantization_config", "adapter"})
+_MAX_JSON_BYTES: Final = 64 << 20
+
+
+def fetch_bundle(connection: Connection, *, cache: Path | None = None, progress: BundleProgress | None = None) -> Path:
+    """The folder of the client bundle, downloaded when the cache lacks it.
+
+    Args:
+        cache: where bundles are kept; None takes the user's cache folder.
+
+    Raises:
+        BundleError: a file is not what the manifest says, or one that a client does not accept.
+        TransportError: the server went away; the part that came is kept and the next call goes on from there.
+    """
+    files = connection.manifest.client_files
+    refused = sorted(set(files) - _ALLOWED_FILES)
+    if refused:
+        raise BundleError(f"the client bundle lists files that are not accepted: {', '.join(refused[:5])}")
+    for needed in ("config.json", "client.safetensors", "tokenizer_config.json"):
+        if needed not in files:
+            raise BundleError(f"the client bundle has no {needed}")
+    folder = (cache or user_cache_path("sordino") / "bundles") / connection.manifest.fingerprint
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    total, there = sum(spec.size for spec in files.values()), 0
+    # One download at a time: a second process waits, then finds the files.
+    with open(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for name, spec in files.items():
+            path = folder / name
+            if not (path.is_file() and sha256_file(path) == spec):
+                _download(connection, name, spec, path, lambda done, base=there: progress and progress(base + done, total))
+            there += spec.size
+            if progress:
+                progress(there, total)
+    _check_untrusted(folder)
+    return folder
+
+
+def _download(connection: Connection, name: str, spec: FileSpec, path: Path, progress: Callable[[int], object]) -> None:
+    part = path.with_name(path.name + ".part")
+
+    def attempt() -> None:
+        with part.open("ab") as file:
+            if file.tell() > spec.size:
+                file.truncate(0)
+            while file.tell() < spec.size:
+                before = file.tell()
+                for data in connection.fetch(name, before):
+                    if file.tell() + len(data) > spec.size:
+                        raise BundleError(f"{name}: the server sends more than the {spec.size} bytes of the manifest")
+                    file.write(data)
+                    progress(file.tell())
+                if file.tell() == before:
+                    raise TransportError(f"the server sent {before} of {spec.size} bytes of {name}")
+
+    connection.retrying(attempt)
+    if not part.exists():
+        part.touch()
+    if sha256_file(part) != spec:
+        part.unlink()
+        raise BundleError(f"{name}: what the server sent does not match the manifest's SHA-256")
+    part.replace(path)
+
+
+def _check_untrusted(folder: Path) -> None:
+    """Refuses settings that would load code, and model types that are not on the list."""
+    for path in sorted(folder.glob("*.json")):
+        if path.name == "tokenizer.json" or path.name == "vocab.json":
+            continue
+        _refuse_code(path.name, read_json(path))
+    model_type = read_json(folder / "config.json").get("model_type")
+    if model_type not in _ALLOWED_MODEL_TYPES:
+        raise BundleError(f"model type {str(model_type)[:40]!r} is not one that this client runs")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from the bundle.
+
+    Raises:
+        BundleError: it is too large, or no JSON object.
+    """
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise BundleError(f"{path.name} is over {_MAX_JSON_BYTES} bytes")
+    try:
+        body = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path.name} is not JSON") from error
+    if not isinstance(body, dict):
+        raise BundleError(f"{path.name} is not a JSON object")
+    return body
+
+
+def _refuse_code(name: str, body: Any) -> None:
+    if isinstance(body, dict):
+        bad = _FORBIDDEN_KEYS & set(body)
+        if bad:
+            raise BundleError(f"{name} asks for code or another source ({', '.join(sorted(bad))}): refused")
+        for value in body.values():
+            _refuse_code(name, value)
+    elif isinstance(body, list):
+        for value in body:
+            _refuse_code(name, value)

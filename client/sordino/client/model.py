@@ -1,0 +1,200 @@
+"""A transformers model whose remote linear layers go over the wire; everything else in it is transformers' own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from sordino.client.bundle import read_json
+from sordino.client.kernels import dequantise, quantise
+from sordino.client.protocols import LinearProtocol
+from sordino.shared.errors import BundleError, RangeError
+from sordino.shared.manifest import GroupSpec, ModelManifest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SCALE = ".scale"
+
+
+class RemoteGroup:
+    """Linear layers that read one input: the first one called evaluates all, the others take their part.
+
+    "The same input" is the same tensor object, held while parts are left, and kept per thread.
+    """
+
+    def __init__(
+        self, spec: GroupSpec, protocol: LinearProtocol, scales: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    ) -> None:
+        self._spec = spec
+        self._protocol = protocol
+        self._scale = np.ascontiguousarray(torch.cat(list(scales)).to(torch.float32).numpy())
+        self._bias = np.empty(0, np.float32)
+        if any(bias is not None for bias in biases):
+            zeros = (torch.zeros(member.out_features) for member in spec.members)
+            whole = [zero if bias is None else bias.to(torch.float32) for bias, zero in zip(biases, zeros, strict=True)]
+            self._bias = np.ascontiguousarray(torch.cat(whole).numpy())
+        self._ends = np.cumsum([member.out_features for member in spec.members]).tolist()
+        self._held = threading.local()
+
+    def part(self, member: int, x: torch.Tensor) -> torch.Tensor:
+        """The output of one member for input ``x [..., n]``."""
+        if len(self._ends) == 1:
+            return self._evaluate(x)[0]
+        held = self._held
+        parts: dict[int, torch.Tensor] | None = getattr(held, "parts", None) if getattr(held, "x", None) is x else None
+        if parts is None or member not in parts:
+            parts = dict(enumerate(self._evaluate(x)))
+            held.x, held.parts = x, parts
+        out = parts.pop(member)
+        if not parts:
+            held.x = held.parts = None
+        return out
+
+    def _evaluate(self, x: torch.Tensor) -> list[torch.Tensor]:
+        rows = x.detach().reshape(-1, self._spec.in_features).to(device="cpu", dtype=torch.float32).contiguous().numpy()
+        count = rows.shape[0]
+        if not count:
+            return [x.new_empty((*x.shape[:-1], member.out_features)) for member in self._spec.members]
+        quantised = np.empty(rows.shape, np.int32)
+        scale = np.empty(count, np.float64)
+        if not quantise(rows, self._spec.x_max, quantised, scale):
+            raise RangeError(f"the input of {self._spec.name!r} has NaN or infinite values: nothing was sent")
+        y = self._protocol.apply(self._spec, quantised)
+        out = np.empty(y.shape, np.float32)
+        dequantise(y, scale, self._scale, self._bias, out)
+        whole = torch.from_numpy(out).to(device=x.device, dtype=x.dtype).view(*x.shape[:-1], -1)
+        if len(self._ends) == 1:
+            return [whole]
+        return [part.contiguous() for part in whole.tensor_split(self._ends[:-1], dim=-1)]
+
+
+class RemoteLinear(nn.Module):
+    """Stands for an ``nn.Linear`` (or GPT-2's ``Conv1D``) whose weight stays with the server."""
+
+    def __init__(self, group: RemoteGroup, member: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self._group = group
+        self._member = member
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``, in the input's dtype and on its device."""
+        return self._group.part(self._member, x)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def build_model(
+    folder: Path,
+    manifest: ModelManifest,
+    protocol: LinearProtocol,
+    *,
+    device: str | torch.device = "cpu",
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """The model of a client bundle, in eval mode.
+
+    Parameters are made on the meta device, so nothing remote is ever allocated; buffers (rotary frequencies, embedding
+    scales) are computed for real, as transformers computes them.
+
+    Raises:
+        BundleError: the config, the tensors and the manifest do not fit together; the names are listed.
+    """
+    raw = read_json(folder / "config.json")
+    model_type = raw.pop("model_type")
+    raw.pop("architectures", None)
+    try:
+        config = AutoConfig.for_model(model_type, **raw)
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=False, **({"attn_implementation": attn_implementation} if attn_implementation else {})
+            )
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise BundleError(f"transformers cannot build a {model_type!r} model from the bundle's config: {error}") from error
+    with safe_open(folder / "client.safetensors", framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+    _replace_remote(model, manifest, protocol, tensors)
+    _load_local(model, tensors)
+    model.generation_config = _generation_config(folder, model)
+    model.to(device)
+    model.eval()
+    model.requires_grad_(False)
+    return model
+
+
+def _replace_remote(
+    model: nn.Module, manifest: ModelManifest, protocol: LinearProtocol, tensors: dict[str, torch.Tensor]
+) -> None:
+    for spec in manifest.groups:
+        scales, biases = [], []
+        for member in spec.members:
+            scale = tensors.pop(member.name + _SCALE, None)
+            bias = tensors.pop(member.name + ".bias", None)
+            for what, tensor in (("scale", scale), ("bias", bias)):
+                if tensor is not None and tuple(tensor.shape) != (member.out_features,):
+                    raise BundleError(f"{member.name}: its {what} has shape {tuple(tensor.shape)}, not [{member.out_features}]")
+            if scale is None or not bool(torch.isfinite(scale).all()):
+                raise BundleError(f"{member.name}: the client bundle has no finite scale for it")
+            scales.append(scale)
+            biases.append(bias)
+        group = RemoteGroup(spec, protocol, scales, biases)
+        for index, member in enumerate(spec.members):
+            path, _, leaf = member.name.rpartition(".")
+            try:
+                parent = model.get_submodule(path)
+                old = getattr(parent, leaf)
+            except AttributeError as error:
+                raise BundleError(f"the manifest names {member.name!r}, the model has no such module") from error
+            shape = _linear_shape(old)
+            if shape != (spec.in_features, member.out_features):
+                raise BundleError(f"{member.name}: the model has shape {shape}, the manifest says otherwise")
+            setattr(parent, leaf, RemoteLinear(group, index, spec.in_features, member.out_features))
+
+
+def _linear_shape(module: Any) -> tuple[int, int] | None:
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    weight = getattr(module, "weight", None)
+    # Conv1D keeps its weight as [in, out].
+    return (weight.shape[0], weight.shape[1]) if type(module).__name__ == "Conv1D" and weight is not None else None
+
+
+def _load_local(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
+    wanted = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    unknown = sorted(set(tensors) - set(wanted))
+    if unknown:
+        raise BundleError(f"the client bundle has tensors that the model does not: {', '.join(unknown[:5])}")
+    for name, tensor in tensors.items():
+        old = wanted[name]
+        if old.shape != tensor.shape:
+            raise BundleError(f"{name}: shape {tuple(tensor.shape)} in the bundle, {tuple(old.shape)} in the model")
+        path, _, leaf = name.rpartition(".")
+        parent = model.get_submodule(path)
+        if leaf in parent._parameters:
+            parent._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            parent._buffers[leaf] = tensor
+    model.tie_weights()
+    missing = [name for name, p in model.named_parameters() if p.is_meta]
+    missing += [name for name, b in model.named_buffers() if b is not None and b.is_meta]
+    if missing:
+        raise BundleError(f"the client bundle lacks {', '.join(missing[:5])}")
+
+
+def _generation_config(folder: Path, model: PreTrainedModel) -> GenerationConfig:
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return GenerationConfig.from_model_config(model.config)
+    return GenerationConfig.from_dict(read_json(path))

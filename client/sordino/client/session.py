@@ -1,0 +1,209 @@
+"""``sordino.connect``: from an address to a transformers model and its tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from platformdirs import user_data_path
+from transformers import AutoTokenizer
+
+from sordino.client.bundle import BundleProgress, fetch_bundle
+from sordino.client.model import build_model
+from sordino.client.pool import MaskPool
+from sordino.client.protocols import ClearProtocol, LinearProtocol, MaskedProtocol
+from sordino.client.provision import Progress, ProvisionPlan, plan_batch
+from sordino.client.refill import Notify, PoolKeeper
+from sordino.client.transport import Connection, Traffic
+from sordino.proto.v1 import sordino_pb2 as pb
+from sordino.shared.errors import FingerprintError, ProtocolError
+from sordino.shared.manifest import ModelManifest
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+DEFAULT_BATCH = 2048
+
+
+class Session:
+    """What lies behind a connected model: traffic, masks, and the way to close it. A context manager."""
+
+    def __init__(self, connection: Connection, protocol: LinearProtocol, keeper: PoolKeeper | None) -> None:
+        self._connection = connection
+        self._keeper = keeper
+        self.protocol = protocol
+
+    @property
+    def manifest(self) -> ModelManifest:
+        return self._connection.manifest
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._connection.traffic
+
+    @property
+    def masks_left(self) -> int | None:
+        """Slots (one for a row through the whole model) that can still be used; None without masks."""
+        return self._keeper.pool.slots_left if self._keeper else None
+
+    def provision(self) -> None:
+        """Makes one batch of masks now instead of when they run out."""
+        if self._keeper:
+            self._keeper.fill_now()
+
+    def close(self) -> None:
+        self.protocol.close()
+        if self._keeper:
+            self._keeper.close()
+        self._connection.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Connected(NamedTuple):
+    """``model, tokenizer, session = sordino.connect(...)``."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    session: Session
+
+
+def connect(
+    target: str,
+    *,
+    token: str | None = None,
+    ca: str | Path | None = None,
+    fingerprint: str | None = None,
+    protocol: Literal["masked", "clear"] = "masked",
+    pool: str | Path | None = None,
+    passphrase: str | None = None,
+    batch: int = DEFAULT_BATCH,
+    low_water: int = 256,
+    refill: bool = True,
+    check_vectors: Literal[0, 1, 2] = 1,
+    cache: str | Path | None = None,
+    state_dir: str | Path | None = None,
+    device: str | torch.device = "cpu",
+    attn_implementation: str | None = None,
+    timeout_s: float = 60,
+    retry_s: float = 60,
+    on_bundle: BundleProgress | None = None,
+    on_plan: Notify | None = None,
+    on_provision: Progress | None = None,
+    on_notice: Notify | None = None,
+) -> Connected:
+    """Connects to a hosted model; the prompt and the answer stay on this side.
+
+    Args:
+        target: ``grpcs://host:port``, or ``grpc://localhost:port`` for a server without TLS on this machine.
+        token: as the provider gave it. ca: PEM of the authority behind the server's certificate.
+        fingerprint: refuse a server that holds any other split.
+        protocol: ``masked``, or ``clear`` (nothing is hidden; only for servers started for tests).
+        pool: folder of the mask pool; None keeps one per model in the user's data folder. passphrase: seals it.
+        batch: mask slots made at a time, a multiple of 64. low_water: refill in the background below this many.
+        refill: False raises PoolExhaustedError when the masks run out.
+        check_vectors: wrong answers pass with probability 2^-32 for each; 0 turns the check off.
+        cache: where client bundles are kept. state_dir: where the ledger of used masks lives on this host.
+        device: for the local part of the model. timeout_s: longest wait for one answer. retry_s: how long a server
+            may be away before the answer is given up.
+        on_bundle, on_plan, on_provision, on_notice: progress callbacks.
+
+    Returns:
+        A ``transformers`` model in eval mode, its tokenizer, and the session to close when done.
+
+    Raises:
+        TransportError, AuthError: the server cannot be reached or refuses the token.
+        BundleError: the bundle is damaged or asks for something a client does not accept.
+        FingerprintError: the server, or the pool, belongs to another split.
+        PoolError: the mask pool cannot be used.
+    """
+    connection = Connection(target, token=token, ca=Path(ca) if ca else None, timeout_s=timeout_s, retry_s=retry_s)
+    try:
+        manifest = connection.manifest
+        if fingerprint is not None and manifest.fingerprint != fingerprint:
+            raise FingerprintError("the server holds another split than the fingerprint given: ask the provider which it is")
+        wanted = pb.PROTOCOL_CLEAR if protocol == "clear" else pb.PROTOCOL_MASKED
+        if protocol not in ("masked", "clear"):
+            raise ProtocolError(f"protocol {protocol!r} does not exist: use 'masked' or 'clear'")
+        if wanted not in connection.protocols:
+            raise ProtocolError(f"the server does not offer protocol {protocol!r}")
+        folder = fetch_bundle(connection, cache=Path(cache) if cache else None, progress=on_bundle)
+        keeper: PoolKeeper | None = None
+        linear: LinearProtocol
+        if protocol == "masked":
+            keeper = _keeper(
+                connection,
+                pool=Path(pool) if pool else user_data_path("sordino") / "pools" / manifest.fingerprint,
+                passphrase=passphrase,
+                state_dir=Path(state_dir) if state_dir else None,
+                batch=batch,
+                low_water=low_water,
+                refill=refill,
+                check_vectors=check_vectors,
+                on_plan=on_plan,
+                on_provision=on_provision,
+                on_notice=on_notice,
+            )
+            linear = MaskedProtocol(connection, keeper)
+        else:
+            linear = ClearProtocol(connection)
+        model = build_model(folder, manifest, linear, device=device, attn_implementation=attn_implementation)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except BaseException:
+        connection.close()
+        raise
+    return Connected(model, tokenizer, Session(connection, linear, keeper))
+
+
+def _keeper(
+    connection: Connection,
+    *,
+    pool: Path,
+    passphrase: str | None,
+    state_dir: Path | None,
+    batch: int,
+    low_water: int,
+    refill: bool,
+    check_vectors: int,
+    on_plan: Notify | None,
+    on_provision: Progress | None,
+    on_notice: Notify | None,
+) -> PoolKeeper:
+    manifest = connection.manifest
+    opened = MaskPool.open_or_create(pool, manifest, passphrase=passphrase, state_dir=state_dir)
+    keeper = PoolKeeper(
+        connection,
+        opened,
+        batch=batch,
+        low_water=low_water,
+        refill=refill,
+        notify=on_notice or log.warning,
+        progress=on_provision,
+    )
+    try:
+        if refill and not opened.slots_left and on_plan:
+            on_plan(describe_plan(plan_batch(manifest, batch, checks=check_vectors)))
+        keeper.prepare(check_vectors)
+        if refill and not opened.slots_left:
+            keeper.fill_now()
+    except BaseException:
+        opened.close()
+        raise
+    return keeper
+
+
+def describe_plan(plan: ProvisionPlan) -> str:
+    """One line on what a batch will cost."""
+    return (
+        f"provisioning {plan.slots} tokens: {plan.up_bytes / 1e6:,.0f} MB up, {plan.down_bytes / 1e6:,.0f} MB down "
+        f"({plan.bytes_per_token / 1e6:.2f} MB a token), {plan.disk_bytes / 1e6:,.0f} MB of disk, "
+        f"{plan.check_bytes / 1e6:,.0f} MB once for check vectors"
+    )

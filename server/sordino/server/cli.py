@@ -1,0 +1,150 @@
+"""Commands of the provider: ``sordino split``, ``sordino serve``, ``sordino token``."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+
+from sordino.shared.errors import SordinoError, UnsupportedModelError
+
+console = Console(stderr=True)
+DEFAULT_STATE = Path(".sordino-server")
+
+
+class Rounding(StrEnum):
+    gptq = "gptq"
+    search = "search"
+    nearest = "nearest"
+
+
+def add(app: typer.Typer) -> None:
+    """Adds the provider's commands to the ``sordino`` command."""
+    app.command()(split)
+    app.command()(serve)
+    app.command()(token)
+
+
+def split(
+    model: Annotated[str, typer.Argument(help="A transformers folder, or a .gguf file.")],
+    out: Annotated[Path, typer.Argument(help="Folder to make; must not exist yet.")],
+    weight_bits: Annotated[int, typer.Option(help="8, or 12 for less error and twice the server work.")] = 8,
+    local_layers: Annotated[str, typer.Option(help="Layers that stay with the client, e.g. '0,29'.")] = "",
+    local_modules: Annotated[str, typer.Option(help="Modules that stay with the client, e.g. 'o_proj'.")] = "",
+    remote_head: Annotated[bool, typer.Option("--remote-head/--local-head", help="Where the output head runs.")] = False,
+    rounding: Annotated[Rounding, typer.Option(help="How weights are rounded.")] = Rounding.gptq,
+) -> None:
+    """Cut a model into a client bundle and integer matrices for the server."""
+    try:
+        from sordino.server.split import split_model
+    except ModuleNotFoundError as error:
+        raise SordinoError(f"splitting needs the extra: pip install 'sordino[split]' (no module {error.name})") from error
+    if weight_bits not in (8, 12):
+        raise UnsupportedModelError(f"--weight-bits is 8 or 12, not {weight_bits}")
+    try:
+        layers = tuple(int(part) for part in local_layers.split(",") if part.strip())
+    except ValueError as error:
+        raise UnsupportedModelError(f"--local-layers takes numbers, as in 0,29, not {local_layers!r}") from error
+    modules = tuple(part.strip() for part in local_modules.split(",") if part.strip())
+    report = split_model(
+        model,
+        out,
+        weight_bits=weight_bits,
+        local_layers=layers,
+        local_modules=modules,
+        remote_head=remote_head,
+        rounding=rounding.value,
+    )
+    Console().print(report.table())
+
+
+def serve(
+    bundle: Annotated[Path, typer.Argument(help="Folder made by `sordino split`.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 50551,
+    state: Annotated[Path, typer.Option(help="Where certificates and tokens live.")] = DEFAULT_STATE,
+    hostname: Annotated[list[str], typer.Option(help="Names for the self-made certificate.")] = ["localhost", "127.0.0.1"],  # noqa: B006
+    tls_cert: Annotated[Optional[Path], typer.Option(help="Your own certificate (PEM), with --tls-key.")] = None,
+    tls_key: Annotated[Optional[Path], typer.Option(help="Its key.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS; loopback only.")] = False,
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="No tokens; loopback only.")] = False,
+    allow_clear: Annotated[bool, typer.Option("--allow-clear", help="Answer unmasked rows too; for tests.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads of the kernels; 0 takes all cores.")] = 0,
+    grace: Annotated[float, typer.Option(help="Seconds for running calls after SIGTERM.")] = 10.0,
+    max_message_mib: Annotated[int, typer.Option(help="Largest message.")] = 8,
+    max_streams: Annotated[int, typer.Option(help="Evaluation streams at a time.")] = 256,
+    port_file: Annotated[Optional[Path], typer.Option(help="Write the port here when ready.")] = None,
+) -> None:
+    """Host a split model over gRPC."""
+    # An idle OpenMP team that spins takes the core that the other side needs; must be set before torch loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
+    import asyncio
+
+    import torch
+
+    from sordino.server.app import ServerConfig
+    from sordino.server.app import serve as run
+    from sordino.server.auth import TokenFile
+    from sordino.server.service import Limits
+    from sordino.server.tls import TlsFiles, make_certificates
+
+    if threads:
+        torch.set_num_threads(threads)
+    if (tls_cert is None) != (tls_key is None):
+        raise SordinoError("--tls-cert and --tls-key belong together")
+    tls = None
+    if tls_cert and tls_key:
+        tls = TlsFiles(ca=tls_cert, certificate=tls_cert, key=tls_key)
+    elif not insecure:
+        tls = make_certificates(state, hostname)
+    tokens = None
+    if not no_auth:
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        tokens = state / "tokens.json"
+        if not tokens.exists():
+            first = TokenFile(tokens).issue("first")
+            with open(os.open(state / "token", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(first + "\n")
+            console.print(f"first client token written to {state / 'token'}")
+    config = ServerConfig(
+        bundle=bundle,
+        host=host,
+        port=port,
+        tls=tls,
+        tokens=tokens,
+        device=device,
+        allow_clear=allow_clear,
+        grace_s=grace,
+        limits=Limits(max_message_bytes=max_message_mib << 20, max_streams=max_streams),
+    )
+
+    def ready(bound: int) -> None:
+        scheme = "grpcs" if tls else "grpc"
+        console.print(f"serving on {scheme}://{host}:{bound}" + ("  [bold red]protocol=clear allowed[/]" if allow_clear else ""))
+        if tls and not tls_cert:
+            console.print(f'try: sordino generate "Hello" --server grpcs://localhost:{bound} --ca {tls.ca} '
+                          f"--token-file {state / 'token'}", soft_wrap=True)
+        if port_file:
+            temporary = port_file.with_suffix(".tmp")
+            temporary.write_text(str(bound))
+            temporary.replace(port_file)
+
+    asyncio.run(run(config, ready=ready))
+
+
+def token(
+    name: Annotated[str, typer.Argument(help="Whose token; shown in metrics, never the token itself.")],
+    state: Annotated[Path, typer.Option(help="The server's state folder.")] = DEFAULT_STATE,
+    days: Annotated[Optional[float], typer.Option(help="Valid for so many days; for ever by default.")] = None,
+) -> None:
+    """Issue a client token (printed once, stored as a hash). A running server takes it up at once."""
+    from sordino.server.auth import TokenFile
+
+    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    typer.echo(TokenFile(state / "tokens.json").issue(name, days=days))

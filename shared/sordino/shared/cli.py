@@ -1,0 +1,46 @@
+"""The ``sordino`` command: collects the commands of whichever sides are installed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+import typer
+from rich.console import Console
+
+from sordino.shared.errors import SordinoError
+
+COMMANDS = "sordino.commands"
+
+
+def build() -> typer.Typer:
+    """The command line, with one ``add`` function per installed side (entry points of group ``sordino.commands``)."""
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,  # a traceback with local variables would show prompts and keys
+        help="Private inference on hosted language models.",
+    )
+    for point in sorted(entry_points(group=COMMANDS), key=lambda point: point.name):
+        try:
+            add: Callable[[typer.Typer], None] = point.load()
+        except ModuleNotFoundError as error:
+            if error.name is not None and error.name.startswith("sordino."):
+                raise
+            # This side's extra is not installed; its commands are simply not there.
+            logging.getLogger(__name__).debug("commands of %s left out: no module %s", point.name, error.name)
+            continue
+        add(app)
+    return app
+
+
+def main() -> None:
+    """Entry point of the ``sordino`` command; a Sordino error ends it with one line and exit code 1."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        build()()
+    except SordinoError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {type(error).__name__}: {error}", highlight=False, soft_wrap=True)
+        sys.exit(1)
