@@ -11,11 +11,10 @@ from typing import Final
 
 import torch
 
-from sordino.server.split.quantise import Quantised, quantise_nearest, quantise_search, top
+from sordino.server.split.quantise import DAMPING, Quantised, quantise_nearest, quantise_search, top
 from sordino.shared.manifest import WeightBits
 
 _BLOCK: Final = 128
-_DAMPING: Final = 0.01
 
 
 def quantise_gptq(
@@ -31,11 +30,12 @@ def quantise_gptq(
         hessian: float32 ``[n, n]``, X^T X over calibration inputs; it may be singular.
         act_order: round the columns of large inputs first.
     """
+    damped = _damp(hessian)
     searched = quantise_search(weight, bits, hessian.diagonal())
-    compensated = _compensate(weight, searched.scale, bits, hessian, act_order)
+    compensated = _compensate(weight, searched.scale, bits, damped, act_order)
     candidates = [
-        rescale(weight, compensated, hessian),
-        rescale(weight, searched, hessian),
+        rescale(weight, compensated, damped),
+        rescale(weight, searched, damped),
         quantise_nearest(weight, bits),
     ]
     errors = torch.stack([row_errors(weight, candidate, hessian) for candidate in candidates])
@@ -89,11 +89,16 @@ def _compensate(
     return Quantised(values.T.contiguous(), scale)
 
 
-def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
-    """Upper Cholesky factor of the inverse of the damped H, float32; the damping makes it exist for a singular H."""
-    damped = hessian.to(torch.float64)
+def _damp(hessian: torch.Tensor) -> torch.Tensor:
+    """Adds a share of the mean diagonal to the diagonal: positive definite even where the text left H singular."""
+    damped = hessian.clone()
     mean = float(damped.diagonal().mean())
-    damped.diagonal().add_(_DAMPING * mean if mean > 0 else 1.0)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
+    return damped
+
+
+def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
+    """Upper Cholesky factor of the inverse of H, float32 ``[n, n]``. H is positive definite."""
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian.to(torch.float64)))
     factor: torch.Tensor = torch.linalg.cholesky(inverse, upper=True)
     return factor.to(torch.float32)

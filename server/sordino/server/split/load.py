@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def locate(model: str | Path, gguf_file: str | None = None) -> Source:
     """Tells a folder, a hub id and a path that ends in ``.gguf`` apart.
 
     Raises:
-        BundleError: a GGUF file does not exist.
+        BundleError: a GGUF file does not exist, or is none.
     """
     path = Path(model)
     if gguf_file is None and path.suffix == ".gguf":
@@ -43,6 +44,10 @@ def locate(model: str | Path, gguf_file: str | None = None) -> Source:
         return Source(str(model), None, path.resolve().name if path.is_dir() else str(model))
     if path.is_dir() and not (path / gguf_file).is_file():
         raise BundleError(f"no GGUF file {gguf_file!r} in {path.name!r}")
+    if path.is_dir():
+        with (path / gguf_file).open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise BundleError(f"{gguf_file!r} is no GGUF file")
     return Source(str(path), gguf_file, Path(gguf_file).stem)
 
 
@@ -63,7 +68,7 @@ def load(source: Source) -> Loaded:
         raise UnsupportedModelError(
             f"{source.name!r}: transformers does not know this architecture: {error}"
         ) from error
-    except OSError as error:
+    except (OSError, struct.error, IndexError) as error:
         raise BundleError(f"{source.name!r} is no model folder, GGUF file or hub id: {error}") from error
     if getattr(config, "auto_map", None):
         raise UnsupportedModelError(f"{source.name!r} needs code of its own (auto_map), which is never run")
@@ -86,8 +91,8 @@ def _load_model(source: Source, extra: dict[str, str]) -> Any:
         )
     except (ValueError, KeyError, NotImplementedError) as error:
         raise UnsupportedModelError(f"{source.name!r} cannot be loaded as a causal language model: {error}") from error
-    except OSError as error:
-        raise BundleError(f"{source.name!r}: no readable safetensors weights: {error}") from error
+    except (OSError, struct.error, IndexError) as error:
+        raise BundleError(f"{source.name!r}: no readable weights: {error}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(str(name) for name in info.get(kind) or ()):
             raise BundleError(f"{source.name!r}: {len(names)} {kind.replace('_keys', '')} tensors: {_some(names)}")
@@ -99,7 +104,7 @@ def _load_model(source: Source, extra: dict[str, str]) -> Any:
 def _load_tokenizer(source: Source, extra: dict[str, str]) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source.place, trust_remote_code=False, **extra)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the tokenizers library raises bare Exception for a vocabulary it dislikes
         raise BundleError(f"{source.name!r} has no tokenizer that can be loaded: {error}") from error
 
 

@@ -22,6 +22,8 @@ _ZERO_ROW: Final = 1e-30
 # the grid may meet a matrix that was quantised before.
 _SEARCH_GRID: Final = tuple(0.72 + 0.01 * step for step in range(31))
 _ROWS_AT_ONCE: Final = 1 << 20
+# Share of the mean importance that every column gets: a channel that the calibration text never used may matter in use.
+DAMPING: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ def quantise_search(weight: torch.Tensor, bits: WeightBits, importance: torch.Te
     """
     scale = torch.empty(weight.shape[0], dtype=torch.float32)
     importance = importance.to(torch.float32)
+    mean = float(importance.mean())
+    importance = importance + (DAMPING * mean if mean > 0 else 1.0)
     step = max(1, _ROWS_AT_ONCE // weight.shape[1])
     for start in range(0, weight.shape[0], step):
         rows = weight[start : start + step]
