@@ -10,6 +10,7 @@ PROTO_STAMP := $(PROTO_VENV)/.stamp
 PROTOS := $(sort $(wildcard proto/sordino/proto/v1/*.proto))
 PROTOC := $(PROTO_VENV)/bin/python -m grpc_tools.protoc -Iproto
 MODEL := .demo/SmolLM2-135M-Instruct.Q4_1.gguf
+BUNDLE := .demo/bundle
 PYTEST := $(BIN)/python -m pytest
 SOURCES := client server shared tests examples bench
 BENCH_JSON ?= build/bench/decode.json
@@ -70,9 +71,12 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device
 test-peers: $(STAMP)  ## the tests that compare with other frameworks, where they are installed
 	$(PYTEST) -m peers --timeout=1800
 
-bench: $(STAMP) model  ## time of a token, masked and clear, beside transformers
+$(BUNDLE)/manifest.json: | $(STAMP) model
+	$(BIN)/sordino split $(MODEL) $(BUNDLE)
+
+bench: $(STAMP) $(BUNDLE)/manifest.json  ## time of a token, masked and clear, beside transformers
 	@mkdir -p $(dir $(BENCH_JSON))
-	$(BIN)/sordino bench decode --protocols masked,clear --reference transformers --tokens 64 --json $(BENCH_JSON)
+	$(BIN)/sordino bench decode --bundle $(BUNDLE) --model $(MODEL) --protocols masked,clear --reference transformers --tokens 64 --json $(BENCH_JSON)
 
 notebooks: $(STAMP)  ## run every notebook
 	$(PYTEST) tests/integration/test_notebooks.py

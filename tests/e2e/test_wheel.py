@@ -68,7 +68,12 @@ def test_metadata(wheel: Path) -> None:
         entry = archive.read(name.replace("METADATA", "entry_points.txt")).decode()
         assert any(n.endswith("licenses/LICENSE") for n in archive.namelist())
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert "sordino = sordino.shared.cli:main" in entry
+    for line in (
+        "sordino = sordino.shared.cli:main",
+        "client = sordino.client.cli:add",
+        "server = sordino.server.cli:add",
+    ):
+        assert line in entry
     requirements = metadata.get_all("Requires-Dist") or []
     for package in SERVER_ONLY:
         assert all("extra == 'server'" in text for text in requirements if text.startswith(package))
@@ -131,20 +136,20 @@ def test_fresh_install_serves_and_generates(wheel: Path, tmp_path: Path) -> None
     installed = run(user, "-m", "pip", "list", "--format=freeze", cwd=tmp_path)
     assert not [line for line in installed.splitlines() if line.split("==")[0] in SERVER_ONLY[:2]]
 
-    run(provider.with_name("sordino"), "split", model, tmp_path / "bundle", cwd=tmp_path)
+    run(provider.with_name("sordino"), "split", model, "bundle", cwd=tmp_path)
     with (tmp_path / "server.log").open("wb") as log:
         server = subprocess.Popen(
-            [str(provider.with_name("sordino")), "serve", "bundle", "--insecure", "--listen", "127.0.0.1:0",
-             "--port-file", "port"],
+            [provider.with_name("sordino"), "serve", "bundle", "--port", "0", "--port-file", "port", "--state", "state"],
             cwd=tmp_path, env=clean_environment(), stdout=log, stderr=log,
         )  # fmt: skip
     try:
         port = wait_for(tmp_path / "port", server)
-        text = run(
-            user.with_name("sordino"), "generate", "hello", "--server", f"grpc://127.0.0.1:{port}",
-            "--max-new-tokens", "4", cwd=tmp_path,
+        answer = run(
+            user.with_name("sordino"), "generate", "hello", "--server", f"grpcs://localhost:{port}",
+            "--ca", "state/ca.pem", "--token-file", "state/token", "--pool", "pool", "--batch", "64",
+            "--max-new-tokens", "4", "--temperature", "0", cwd=tmp_path,
         )  # fmt: skip
-        assert text.strip()
+        assert answer.strip()
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=60) == 0
     finally:
