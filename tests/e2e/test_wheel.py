@@ -139,7 +139,8 @@ def test_fresh_install_serves_and_generates(wheel: Path, tmp_path: Path) -> None
     run(provider.with_name("sordino"), "split", model, "bundle", cwd=tmp_path)
     with (tmp_path / "server.log").open("wb") as log:
         server = subprocess.Popen(
-            [provider.with_name("sordino"), "serve", "bundle", "--port", "0", "--port-file", "port", "--state", "state"],
+            [provider.with_name("sordino"), "serve", "bundle", "--port", "0", "--port-file", "port",
+             "--state", "state"],
             cwd=tmp_path, env=clean_environment(), stdout=log, stderr=log,
         )  # fmt: skip
     try:
