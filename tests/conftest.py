@@ -1,0 +1,43 @@
+"""Fixtures shared by the tests: bundles of tiny models, and servers that outlive one test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``bundles(family, **split options)``: the bundle of a tiny model, split once a session. Read-only."""
+    from stack import split_tiny
+
+    made: dict[str, Path] = {}
+
+    def bundle(family: str = "llama", **options: Any) -> Path:
+        key = f"{family} {sorted(options.items())}"
+        if key not in made:
+            made[key] = split_tiny(family, tmp_path_factory.mktemp(f"bundle-{family}"), **options)
+        return made[key]
+
+    return bundle
+
+
+@pytest.fixture(scope="module")
+def server(bundles: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server as anybody starts it (tiny Llama, TLS, token, no ``clear``), for all tests of a module."""
+    from stack import ServerProcess
+
+    with ServerProcess(bundles("llama"), tmp_path_factory.mktemp("server")) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def clear_server(bundles: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The same with ``--allow-clear``."""
+    from stack import ServerProcess
+
+    with ServerProcess(bundles("llama"), tmp_path_factory.mktemp("clear-server"), allow_clear=True) as process:
+        yield process

@@ -1,0 +1,212 @@
+"""Real servers and clients for end-to-end tests: processes with TLS and a token, connections below tmp."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import models
+
+from sordino.client import Connected, connect
+from sordino.proto.v1 import sordino_pb2 as pb
+from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
+from sordino.server.split import split_model
+
+START_S = 60.0
+PROMPT = "the quick brown fox"
+
+
+def split_tiny(family: str, folder: Path, **options: Any) -> Path:
+    """Makes a tiny model of one of ``models.FAMILIES`` below ``folder`` and splits it; returns the bundle."""
+    bundle = folder / "bundle"
+    split_model(models.make_tiny(family, folder / "model"), bundle, rounding="nearest", **options)
+    return bundle
+
+
+class ServerProcess:
+    """``sordino serve`` in a process of its own, with self-made certificates and one token.
+
+    Args:
+        bundle: what it serves.
+        tmp: folder for its state (certificates, tokens) and log; a restart finds the same ones.
+        allow_clear: also answer ``protocol=clear``.
+        port: 0 takes a free one; a restart keeps it.
+        arguments: further options of the command.
+    """
+
+    def __init__(
+        self, bundle: Path, tmp: Path, *, allow_clear: bool = False, port: int = 0, arguments: tuple[str, ...] = ()
+    ) -> None:
+        self.state = tmp / "server-state"
+        self.port = port
+        self._bundle = bundle
+        self._tmp = tmp
+        self._arguments = (*(("--allow-clear",) if allow_clear else ()), *arguments)
+        self._process: subprocess.Popen[bytes] | None = None
+        tmp.mkdir(parents=True, exist_ok=True)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the process and waits until it answers."""
+        port_file = self._tmp / "port"
+        port_file.unlink(missing_ok=True)
+        command = [Path(sys.executable).with_name("sordino"), "serve", self._bundle, "--state", self.state]
+        command += ["--port", str(self.port), "--port-file", port_file, "--threads", "1", *self._arguments]
+        with (self._tmp / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(part) for part in command], stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+        deadline = time.monotonic() + START_S
+        while not port_file.exists():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                raise AssertionError(f"the server did not start:\n{self.log()[-2000:]}")
+            time.sleep(0.02)
+        self.port = int(port_file.read_text())
+
+    def kill(self) -> None:
+        """SIGKILL: no farewell, no flush."""
+        self._alive.kill()
+        self._alive.wait(10)
+
+    def terminate(self, timeout_s: float = 20) -> int:
+        """SIGTERM, and wait; returns the exit code."""
+        self.signal(signal.SIGTERM)
+        return self.wait(timeout_s)
+
+    def signal(self, number: int) -> None:
+        self._alive.send_signal(number)
+
+    def wait(self, timeout_s: float = 20) -> int:
+        return self._alive.wait(timeout_s)
+
+    def restart(self) -> None:
+        """Starts it again on the same port, with the same certificates and tokens; it must have ended."""
+        assert self._alive.poll() is not None, "end the server before it is started again"
+        self.start()
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(10)
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- what a client needs -----------------------------------------------------------------------------------------
+
+    @property
+    def target(self) -> str:
+        return f"grpcs://localhost:{self.port}"
+
+    @property
+    def address(self) -> str:
+        return f"localhost:{self.port}"
+
+    @property
+    def ca(self) -> Path:
+        return self.state / "ca.pem"
+
+    @property
+    def token(self) -> str:
+        return (self.state / "token").read_text().strip()
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {self.token}"),)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Of this server's own certificate: for a proxy that a client takes for the server."""
+        pair = ((self.state / "server.key").read_bytes(), (self.state / "server.pem").read_bytes())
+        return grpc.ssl_server_credentials([pair])
+
+    def channel(self, *options: tuple[str, int]) -> grpc.Channel:
+        """A plain channel, for messages that a Sordino client would never send."""
+        fixed = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+        return grpc.secure_channel(
+            self.address, grpc.ssl_channel_credentials(self.ca.read_bytes()), options=[*fixed, *options]
+        )
+
+    # -- what a test asks --------------------------------------------------------------------------------------------
+
+    def log(self) -> str:
+        path = self._tmp / "server.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def rss(self) -> int:
+        """Resident bytes of the process now."""
+        pages = int(Path(f"/proc/{self._alive.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def serves(self) -> bool:
+        """Whether a new client gets a right answer: group 0 times a row of ones, by the service's own stream."""
+        with self.channel() as channel:
+            stub = pb_grpc.SordinoStub(channel)
+            reply = stub.GetManifest(pb.GetManifestRequest(), metadata=self.metadata, timeout=20, wait_for_ready=True)
+            manifest = _manifest(reply)
+            group = manifest.groups[0]
+            one = (1).to_bytes(4, "little")
+            opening = pb.Open(fingerprint=manifest.fingerprint, protocol=pb.PROTOCOL_MASKED)
+            requests = [
+                pb.EvaluateRequest(open=opening, id=1),
+                pb.EvaluateRequest(id=2, group=0, rows=1, data=one * group.in_features),
+            ]
+            answers = list(stub.Evaluate(iter(requests), metadata=self.metadata, timeout=20))
+        return [answer.id for answer in answers] == [1, 2] and len(answers[1].data) == 4 * group.out_features
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def _alive(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "the server was never started"
+        return self._process
+
+
+def _manifest(reply: pb.GetManifestResponse) -> Any:
+    from sordino.shared.manifest import ModelManifest
+
+    return ModelManifest.from_json(reply.manifest)
+
+
+def connect_to(server: ServerProcess, tmp: Path, **options: Any) -> Connected:
+    """``sordino.client.connect`` with cache, pool and ledger below ``tmp``, few masks and short waits.
+
+    Args:
+        options: of ``connect``; ``target`` and ``ca`` (of a proxy, say) replace the server's.
+    """
+    defaults: dict[str, Any] = {
+        "target": server.target,
+        "ca": server.ca,
+        "token": server.token,
+        "cache": tmp / "cache",
+        "batch": 128,
+        "low_water": 0,
+        "timeout_s": 30,
+        "retry_s": 30,
+    }
+    if options.get("protocol", "masked") == "masked":
+        defaults |= {"pool": tmp / "pool", "state_dir": tmp / "client-state"}
+    chosen = {**defaults, **options}
+    return connect(chosen.pop("target"), **chosen)
+
+
+def answer(connected: Connected, prompt: str = PROMPT, tokens: int = 6, **options: Any) -> list[int]:
+    """Token ids of a greedy answer of exactly ``tokens`` tokens (the end token is not heeded)."""
+    inputs = connected.tokenizer(prompt, return_tensors="pt")
+    chosen = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, **options}
+    out = connected.model.generate(**inputs, **chosen)
+    ids: list[int] = out[0, inputs["input_ids"].shape[1] :].tolist()
+    return ids
