@@ -40,7 +40,9 @@ _ALLOWED_MODEL_TYPES: Final = frozenset(
     {"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3"}
 )
 # Keys that make transformers load or run code, or fetch something from elsewhere.
-_FORBIDDEN_KEYS: Final = frozenset({"auto_map", "custom_generate", "custom_pipelines", "quantization_config", "adapter"})
+_FORBIDDEN_KEYS: Final = frozenset(
+    {"auto_map", "custom_generate", "custom_pipelines", "quantization_config", "adapter"}
+)
 _MAX_JSON_BYTES: Final = 64 << 20
 
 
@@ -70,7 +72,7 @@ def fetch_bundle(connection: Connection, *, cache: Path | None = None, progress:
         for name, spec in files.items():
             path = folder / name
             if not (path.is_file() and sha256_file(path) == spec):
-                _download(connection, name, spec, path, lambda done, base=there: progress and progress(base + done, total))
+                _download(connection, name, spec, path, _offset(progress, there, total))
             there += spec.size
             if progress:
                 progress(there, total)
@@ -78,7 +80,11 @@ def fetch_bundle(connection: Connection, *, cache: Path | None = None, progress:
     return folder
 
 
-def _download(connection: Connection, name: str, spec: FileSpec, path: Path, progress: Callable[[int], object]) -> None:
+def _offset(progress: BundleProgress | None, base: int, total: int) -> Callable[[int], None]:
+    return lambda done: progress(base + done, total) if progress else None
+
+
+def _download(connection: Connection, name: str, spec: FileSpec, path: Path, progress: Callable[[int], None]) -> None:
     part = path.with_name(path.name + ".part")
 
     def attempt() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from sordino.client.bundle import read_json
 from sordino.client.kernels import dequantise, quantise
 from sordino.client.protocols import LinearProtocol
+from sordino.client.timings import Timings
 from sordino.shared.errors import BundleError, RangeError
 from sordino.shared.manifest import GroupSpec, ModelManifest
 
@@ -33,10 +35,16 @@ class RemoteGroup:
     """
 
     def __init__(
-        self, spec: GroupSpec, protocol: LinearProtocol, scales: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+        self,
+        spec: GroupSpec,
+        protocol: LinearProtocol,
+        timings: Timings,
+        scales: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
     ) -> None:
         self._spec = spec
         self._protocol = protocol
+        self._timings = timings
         self._scale = np.ascontiguousarray(torch.cat(list(scales)).to(torch.float32).numpy())
         self._bias = np.empty(0, np.float32)
         if any(bias is not None for bias in biases):
@@ -65,13 +73,17 @@ class RemoteGroup:
         count = rows.shape[0]
         if not count:
             return [x.new_empty((*x.shape[:-1], member.out_features)) for member in self._spec.members]
+        start = time.perf_counter()
         quantised = np.empty(rows.shape, np.int32)
         scale = np.empty(count, np.float64)
         if not quantise(rows, self._spec.x_max, quantised, scale):
             raise RangeError(f"the input of {self._spec.name!r} has NaN or infinite values: nothing was sent")
+        self._timings.lap("quantise", start)
         y = self._protocol.apply(self._spec, quantised)
+        start = time.perf_counter()
         out = np.empty(y.shape, np.float32)
         dequantise(y, scale, self._scale, self._bias, out)
+        self._timings.lap("dequantise", start)
         whole = torch.from_numpy(out).to(device=x.device, dtype=x.dtype).view(*x.shape[:-1], -1)
         if len(self._ends) == 1:
             return [whole]
@@ -100,6 +112,7 @@ def build_model(
     folder: Path,
     manifest: ModelManifest,
     protocol: LinearProtocol,
+    timings: Timings,
     *,
     device: str | torch.device = "cpu",
     attn_implementation: str | None = None,
@@ -119,13 +132,17 @@ def build_model(
         config = AutoConfig.for_model(model_type, **raw)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=False, **({"attn_implementation": attn_implementation} if attn_implementation else {})
+                config,
+                trust_remote_code=False,
+                **({"attn_implementation": attn_implementation} if attn_implementation else {}),
             )
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise BundleError(f"transformers cannot build a {model_type!r} model from the bundle's config: {error}") from error
+        raise BundleError(
+            f"transformers cannot build a {model_type!r} model from the bundle's config: {error}"
+        ) from error
     with safe_open(folder / "client.safetensors", framework="pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - safe_open is no mapping
-    _replace_remote(model, manifest, protocol, tensors)
+    _replace_remote(model, manifest, protocol, timings, tensors)
     _load_local(model, tensors)
     model.generation_config = _generation_config(folder, model)
     model.to(device)
@@ -135,7 +152,11 @@ def build_model(
 
 
 def _replace_remote(
-    model: nn.Module, manifest: ModelManifest, protocol: LinearProtocol, tensors: dict[str, torch.Tensor]
+    model: nn.Module,
+    manifest: ModelManifest,
+    protocol: LinearProtocol,
+    timings: Timings,
+    tensors: dict[str, torch.Tensor],
 ) -> None:
     for spec in manifest.groups:
         scales, biases = [], []
@@ -144,12 +165,14 @@ def _replace_remote(
             bias = tensors.pop(member.name + ".bias", None)
             for what, tensor in (("scale", scale), ("bias", bias)):
                 if tensor is not None and tuple(tensor.shape) != (member.out_features,):
-                    raise BundleError(f"{member.name}: its {what} has shape {tuple(tensor.shape)}, not [{member.out_features}]")
+                    raise BundleError(
+                        f"{member.name}: its {what} has shape {tuple(tensor.shape)}, not [{member.out_features}]"
+                    )
             if scale is None or not bool(torch.isfinite(scale).all()):
                 raise BundleError(f"{member.name}: the client bundle has no finite scale for it")
             scales.append(scale)
             biases.append(bias)
-        group = RemoteGroup(spec, protocol, scales, biases)
+        group = RemoteGroup(spec, protocol, timings, scales, biases)
         for index, member in enumerate(spec.members):
             path, _, leaf = member.name.rpartition(".")
             try:
@@ -172,7 +195,10 @@ def _linear_shape(module: Any) -> tuple[int, int] | None:
 
 
 def _load_local(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
-    wanted = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    wanted = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     unknown = sorted(set(tensors) - set(wanted))
     if unknown:
         raise BundleError(f"the client bundle has tensors that the model does not: {', '.join(unknown[:5])}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +57,7 @@ class MaskedProtocol:
     def __init__(self, connection: Connection, keeper: PoolKeeper) -> None:
         self._stream = connection.evaluation(pb.PROTOCOL_MASKED)
         self._keeper = keeper
+        self._timings = connection.timings
         self._index = {group.name: i for i, group in enumerate(connection.manifest.groups)}
         self._failure: IntegrityError | None = None
         self._failing = threading.Lock()
@@ -63,24 +65,31 @@ class MaskedProtocol:
     def apply(self, group: GroupSpec, rows: I32) -> I32:
         if self._failure is not None:
             raise self._failure
+        timings, now = self._timings, time.perf_counter()
         r, wr = self._keeper.take(group.name, rows.shape[0])
+        now = timings.lap("masks", now)
         u = np.empty(rows.shape, np.uint32)
         mask(rows, r, u)
+        now = timings.lap("mask", now)
         check = self._keeper.pool.check(group.name)
-        if check is None:
-            y = self._stream.product(self._index[group.name], group, u)
-        else:
-            expected = np.empty((rows.shape[0], check.v.shape[0]), np.uint32)
-            y = self._stream.product(
-                self._index[group.name], group, u, lambda: dot_mod_p(check.c, u, expected)
-            )
+        expected = np.empty((rows.shape[0], 0 if check is None else check.v.shape[0]), np.uint32)
+
+        def expect() -> None:
+            if check is not None:
+                dot_mod_p(check.c, u, expected)
+
+        y = self._stream.product(self._index[group.name], group, u, meanwhile=expect)
+        now = timings.lap("wait", now)
+        if check is not None:
             try:
                 verify_expected(group, check, expected, y)
             except IntegrityError as error:
                 self._fail(error)
                 raise
+            now = timings.lap("verify", now)
         out = np.empty(y.shape, np.int32)
         unmask(y, wr, out)
+        timings.lap("unmask", now)
         return out
 
     def cost(self, group: GroupSpec, rows: int) -> Cost:
@@ -104,12 +113,15 @@ class ClearProtocol:
 
     def __init__(self, connection: Connection) -> None:
         self._stream = connection.evaluation(pb.PROTOCOL_CLEAR)
+        self._timings = connection.timings
         self._index = {group.name: i for i, group in enumerate(connection.manifest.groups)}
 
     def apply(self, group: GroupSpec, rows: I32) -> I32:
         u = np.empty(rows.shape, np.uint32)
         to_ring(rows, u)
+        now = time.perf_counter()
         y: U32 = self._stream.product(self._index[group.name], group, u)
+        self._timings.lap("wait", now)
         out = np.empty(y.shape, np.int32)
         from_ring(y, out)
         return out

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
-from sordino.client.kernels import all_in_ring, dot_mod_p
 from sordino.client.pool import CheckVector, MaskPool
 from sordino.client.prg import random_key, uniform_mod_p
+
+from sordino.client.kernels import all_in_ring, dot_mod_p
 from sordino.client.rlwe import SecretKey
 from sordino.client.transport import Connection
 from sordino.proto.v1 import sordino_pb2 as pb
@@ -74,10 +74,14 @@ def combine_planes(y: U32, planes: int) -> U32:
 def points_per_block(group: GroupSpec, max_message_bytes: int) -> int:
     """Evaluation points in one message, a power of two, so that request and answer both fit."""
     points = PARAMS.n
-    while points > 1 and max(
-        packed_bytes(2 * points * group.in_features),
-        2 * packed_bytes(2 * points * group.planes * group.out_features),
-    ) > max_message_bytes:
+    while (
+        points > 1
+        and max(
+            packed_bytes(2 * points * group.in_features),
+            2 * packed_bytes(2 * points * group.planes * group.out_features),
+        )
+        > max_message_bytes
+    ):
         points //= 2
     return min(points, 256)
 
@@ -170,7 +174,8 @@ def fill(
 
         def attempt() -> None:
             nonlocal done
-            for done in _stream_groups(connection, pool, batch.masks, batch.write, key, done, cancelled):
+            for filled in _stream_groups(connection, pool, batch.masks, batch.write, key, done, cancelled):
+                done = filled
                 if progress:
                     progress(done, len(groups))
             if cancelled and cancelled.is_set():

@@ -6,8 +6,9 @@ import logging
 import threading
 from collections.abc import Callable
 
-from sordino.client.kernels import U32
 from sordino.client.pool import MaskPool
+
+from sordino.client.kernels import U32
 from sordino.client.provision import Progress, fetch_check_vectors, fill
 from sordino.client.transport import Connection
 from sordino.shared.errors import IntegrityError, PoolExhaustedError, SordinoError

@@ -129,5 +129,3 @@ class SecretKey:
         out = np.empty(c0.shape[1:], np.uint32)
         _decode(c0[0], c0[1], out)
         return out
-
-

@@ -8,14 +8,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from platformdirs import user_data_path
+from sordino.client.pool import MaskPool
 from transformers import AutoTokenizer
 
 from sordino.client.bundle import BundleProgress, fetch_bundle
 from sordino.client.model import build_model
-from sordino.client.pool import MaskPool
 from sordino.client.protocols import ClearProtocol, LinearProtocol, MaskedProtocol
 from sordino.client.provision import Progress, ProvisionPlan, plan_batch
 from sordino.client.refill import Notify, PoolKeeper
+from sordino.client.timings import Timings
 from sordino.client.transport import Connection, Traffic
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import FingerprintError, ProtocolError
@@ -46,6 +47,10 @@ class Session:
         return self._connection.traffic
 
     @property
+    def timings(self) -> Timings:
+        return self._connection.timings
+
+    @property
     def masks_left(self) -> int | None:
         """Slots (one for a row through the whole model) that can still be used; None without masks."""
         return self._keeper.pool.slots_left if self._keeper else None
@@ -64,7 +69,9 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -88,6 +95,7 @@ def connect(
     batch: int = DEFAULT_BATCH,
     low_water: int = 256,
     refill: bool = True,
+    provision: bool = True,
     check_vectors: Literal[0, 1, 2] = 1,
     cache: str | Path | None = None,
     state_dir: str | Path | None = None,
@@ -109,7 +117,8 @@ def connect(
         protocol: ``masked``, or ``clear`` (nothing is hidden; only for servers started for tests).
         pool: folder of the mask pool; None keeps one per model in the user's data folder. passphrase: seals it.
         batch: mask slots made at a time, a multiple of 64. low_water: refill in the background below this many.
-        refill: False raises PoolExhaustedError when the masks run out.
+        refill: False raises PoolExhaustedError when the masks run out. provision: fill an empty pool at once, rather
+            than at the first use.
         check_vectors: wrong answers pass with probability 2^-32 for each; 0 turns the check off.
         cache: where client bundles are kept. state_dir: where the ledger of used masks lives on this host.
         device: for the local part of the model. timeout_s: longest wait for one answer. retry_s: how long a server
@@ -129,7 +138,9 @@ def connect(
     try:
         manifest = connection.manifest
         if fingerprint is not None and manifest.fingerprint != fingerprint:
-            raise FingerprintError("the server holds another split than the fingerprint given: ask the provider which it is")
+            raise FingerprintError(
+                "the server holds another split than the fingerprint given: ask the provider which it is"
+            )
         wanted = pb.PROTOCOL_CLEAR if protocol == "clear" else pb.PROTOCOL_MASKED
         if protocol not in ("masked", "clear"):
             raise ProtocolError(f"protocol {protocol!r} does not exist: use 'masked' or 'clear'")
@@ -147,6 +158,7 @@ def connect(
                 batch=batch,
                 low_water=low_water,
                 refill=refill,
+                provision=provision,
                 check_vectors=check_vectors,
                 on_plan=on_plan,
                 on_provision=on_provision,
@@ -155,7 +167,9 @@ def connect(
             linear = MaskedProtocol(connection, keeper)
         else:
             linear = ClearProtocol(connection)
-        model = build_model(folder, manifest, linear, device=device, attn_implementation=attn_implementation)
+        model = build_model(
+            folder, manifest, linear, connection.timings, device=device, attn_implementation=attn_implementation
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except BaseException:
         connection.close()
@@ -172,6 +186,7 @@ def _keeper(
     batch: int,
     low_water: int,
     refill: bool,
+    provision: bool,
     check_vectors: int,
     on_plan: Notify | None,
     on_provision: Progress | None,
@@ -189,10 +204,11 @@ def _keeper(
         progress=on_provision,
     )
     try:
-        if refill and not opened.slots_left and on_plan:
+        fill = provision and refill and not opened.slots_left
+        if fill and on_plan:
             on_plan(describe_plan(plan_batch(manifest, batch, checks=check_vectors)))
         keeper.prepare(check_vectors)
-        if refill and not opened.slots_left:
+        if fill:
             keeper.fill_now()
     except BaseException:
         opened.close()

@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from sordino.client.timings import Timings
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.shared.errors import ProtocolError, SessionLostError, TransportError
@@ -27,6 +28,16 @@ log = logging.getLogger(__name__)
 
 U32 = NDArray[np.uint32]
 T = TypeVar("T")
+
+
+class Call(Protocol):
+    """The part of gRPC's call object that is used here."""
+
+    def __next__(self) -> pb.EvaluateResponse: ...
+
+    def cancel(self) -> object: ...
+
+
 DEFAULT_PORT: Final = 50551
 _MAX_MESSAGE: Final = 64 << 20
 _BACKOFF_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -61,12 +72,19 @@ class Connection:
     """
 
     def __init__(
-        self, target: str, *, token: str | None = None, ca: Path | None = None, timeout_s: float = 60, retry_s: float = 60
+        self,
+        target: str,
+        *,
+        token: str | None = None,
+        ca: Path | None = None,
+        timeout_s: float = 60,
+        retry_s: float = 60,
     ) -> None:
         self.target = target
         self.timeout_s = timeout_s
         self.retry_s = retry_s
         self.traffic = Traffic()
+        self.timings = Timings()
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._channel = _channel(target, ca)
         self._stub = pb_grpc.SordinoStub(self._channel)
@@ -117,8 +135,9 @@ class Connection:
     def evaluation(self, protocol: pb.Protocol) -> EvaluationStream:
         return EvaluationStream(self, protocol)
 
-    def open_stream(self, requests: Iterator[pb.EvaluateRequest]) -> grpc.CallIterator[pb.EvaluateResponse]:
-        return self._stub.Evaluate(requests, metadata=self._metadata)
+    def open_stream(self, requests: Iterator[pb.EvaluateRequest]) -> Call:
+        call: Call = self._stub.Evaluate(requests, metadata=self._metadata)
+        return call
 
     def retrying(self, attempt: Callable[[], T]) -> T:
         """Runs ``attempt`` until it succeeds, fails for another reason than the transport, or ``retry_s`` is over."""
@@ -155,7 +174,7 @@ class EvaluationStream:
         )
         self._lock = threading.Lock()
         self._outgoing: queue.SimpleQueue[pb.EvaluateRequest | None] = queue.SimpleQueue()
-        self._call: grpc.CallIterator[pb.EvaluateResponse] | None = None
+        self._call: Call | None = None
         self._next_id = 1
         self._closed = False
         self._watchdog = Watchdog(connection.timeout_s)
@@ -181,7 +200,9 @@ class EvaluationStream:
         parts = []
         for message, answer in zip(messages, answers, strict=True):
             if len(answer.data) != 4 * message.rows * group.out_features:
-                raise ProtocolError(f"group {group.name!r}: the answer has {len(answer.data)} bytes for {message.rows} rows")
+                raise ProtocolError(
+                    f"group {group.name!r}: the answer has {len(answer.data)} bytes for {message.rows} rows"
+                )
             parts.append(np.frombuffer(answer.data, dtype="<u4").reshape(message.rows, group.out_features))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -206,7 +227,7 @@ class EvaluationStream:
     def _exchange(
         self, messages: Sequence[pb.EvaluateRequest], meanwhile: Callable[[], None] | None
     ) -> list[pb.EvaluateResponse]:
-        traffic = self._connection.traffic
+        traffic, timings = self._connection.traffic, self._connection.timings
         answers: list[pb.EvaluateResponse] = []
         pending = deque(messages)
         working = meanwhile
@@ -226,6 +247,7 @@ class EvaluationStream:
                     if answer.id != pending[0].id:
                         raise ProtocolError("the server answered out of order")
                     traffic.count("online", down=answer.ByteSize())
+                    timings["server"] = timings.get("server", 0.0) + answer.compute_us / 1e6
                     answers.append(answer)
                     pending.popleft()
             except BaseException:
@@ -239,7 +261,7 @@ class EvaluationStream:
         traffic.rounds += 1
         return answers
 
-    def _stream(self) -> grpc.CallIterator[pb.EvaluateResponse]:
+    def _stream(self) -> Call:
         if self._call is None:
             self._outgoing = queue.SimpleQueue()
             self._call = self._connection.open_stream(iter(self._outgoing.get, None))
@@ -247,7 +269,7 @@ class EvaluationStream:
             self._connection.traffic.count("online", up=self._open.ByteSize(), down=self._read(self._call).ByteSize())
         return self._call
 
-    def _read(self, call: grpc.CallIterator[pb.EvaluateResponse]) -> pb.EvaluateResponse:
+    def _read(self, call: Call) -> pb.EvaluateResponse:
         try:
             with self._watchdog.watching(call):
                 return next(call)
@@ -266,12 +288,12 @@ class Watchdog:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._call: grpc.CallIterator[pb.EvaluateResponse] | None = None
+        self._call: Call | None = None
         self._since = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def watching(self, call: grpc.CallIterator[pb.EvaluateResponse]) -> Watchdog:
+    def watching(self, call: Call) -> Watchdog:
         self._since = time.monotonic()
         self._call = call
         if self._thread is None:
@@ -318,5 +340,3 @@ def _channel(target: str, ca: Path | None) -> grpc.Channel:
     except OSError as error:
         raise TransportError(f"the CA file cannot be read: {error.strerror}") from error
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(roots), options=options)
-
-

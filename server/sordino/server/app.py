@@ -51,7 +51,9 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         if self.host not in _LOOPBACK and (self.tls is None or self.tokens is None):
-            raise SordinoError(f"without TLS or without tokens a server listens on loopback alone, not on {self.host!r}")
+            raise SordinoError(
+                f"without TLS or without tokens a server listens on loopback alone, not on {self.host!r}"
+            )
 
 
 async def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:

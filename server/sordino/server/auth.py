@@ -11,15 +11,17 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
 from sordino.shared.errors import AuthError
 
+Handler = grpc.RpcMethodHandler[Any, Any]
+Context = grpc.aio.ServicerContext[Any, Any]
 ANONYMOUS: Final = "anonymous"
 _OPEN_SERVICES: Final = ("/grpc.health.v1.Health/",)
 
@@ -91,9 +93,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> Handler | None:
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(_OPEN_SERVICES):
             return handler
@@ -106,19 +108,19 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         return handler
 
 
-def bearer(metadata: object) -> str:
+def bearer(metadata: Any) -> str:
     """The token of a call's metadata.
 
     Raises:
         AuthError: there is none.
     """
-    for key, value in metadata:  # type: ignore[attr-defined]
+    for key, value in metadata:
         if key == "authorization" and str(value).startswith("Bearer "):
             return str(value)[7:]
     raise AuthError("no token: pass token=... (or --token-file) as the provider gave it to you")
 
 
-def identity_of(context: grpc.aio.ServicerContext) -> str:
+def identity_of(context: Context) -> str:
     """What limits are counted by: a digest of the token, or of nothing on a server without authentication."""
     try:
         return hashlib.sha256(bearer(context.invocation_metadata() or ()).encode()).hexdigest()[:16]
@@ -126,11 +128,11 @@ def identity_of(context: grpc.aio.ServicerContext) -> str:
         return ANONYMOUS
 
 
-def _refusal(handler: grpc.RpcMethodHandler, text: str) -> grpc.RpcMethodHandler:
-    async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
+def _refusal(handler: Handler, text: str) -> Handler:
+    async def refuse(_: object, context: Context) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
-    async def refuse_stream(_: object, context: grpc.aio.ServicerContext):  # type: ignore[no-untyped-def]
+    async def refuse_stream(_: object, context: Context) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
         yield
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -35,14 +35,18 @@ def split(
     weight_bits: Annotated[int, typer.Option(help="8, or 12 for less error and twice the server work.")] = 8,
     local_layers: Annotated[str, typer.Option(help="Layers that stay with the client, e.g. '0,29'.")] = "",
     local_modules: Annotated[str, typer.Option(help="Modules that stay with the client, e.g. 'o_proj'.")] = "",
-    remote_head: Annotated[bool, typer.Option("--remote-head/--local-head", help="Where the output head runs.")] = False,
+    remote_head: Annotated[
+        bool, typer.Option("--remote-head/--local-head", help="Where the output head runs.")
+    ] = False,
     rounding: Annotated[Rounding, typer.Option(help="How weights are rounded.")] = Rounding.gptq,
 ) -> None:
     """Cut a model into a client bundle and integer matrices for the server."""
     try:
         from sordino.server.split import split_model
     except ModuleNotFoundError as error:
-        raise SordinoError(f"splitting needs the extra: pip install 'sordino[split]' (no module {error.name})") from error
+        raise SordinoError(
+            f"splitting needs the extra: pip install 'sordino[split]' (no module {error.name})"
+        ) from error
     if weight_bits not in (8, 12):
         raise UnsupportedModelError(f"--weight-bits is 8 or 12, not {weight_bits}")
     try:
@@ -53,7 +57,7 @@ def split(
     report = split_model(
         model,
         out,
-        weight_bits=weight_bits,
+        weight_bits=12 if weight_bits == 12 else 8,
         local_layers=layers,
         local_modules=modules,
         remote_head=remote_head,
@@ -67,9 +71,9 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 50551,
     state: Annotated[Path, typer.Option(help="Where certificates and tokens live.")] = DEFAULT_STATE,
-    hostname: Annotated[list[str], typer.Option(help="Names for the self-made certificate.")] = ["localhost", "127.0.0.1"],  # noqa: B006
-    tls_cert: Annotated[Optional[Path], typer.Option(help="Your own certificate (PEM), with --tls-key.")] = None,
-    tls_key: Annotated[Optional[Path], typer.Option(help="Its key.")] = None,
+    hostnames: Annotated[str, typer.Option(help="Names for the self-made certificate.")] = "localhost,127.0.0.1",
+    tls_cert: Annotated[Path | None, typer.Option(help="Your own certificate (PEM), with --tls-key.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS; loopback only.")] = False,
     no_auth: Annotated[bool, typer.Option("--no-auth", help="No tokens; loopback only.")] = False,
     allow_clear: Annotated[bool, typer.Option("--allow-clear", help="Answer unmasked rows too; for tests.")] = False,
@@ -78,7 +82,7 @@ def serve(
     grace: Annotated[float, typer.Option(help="Seconds for running calls after SIGTERM.")] = 10.0,
     max_message_mib: Annotated[int, typer.Option(help="Largest message.")] = 8,
     max_streams: Annotated[int, typer.Option(help="Evaluation streams at a time.")] = 256,
-    port_file: Annotated[Optional[Path], typer.Option(help="Write the port here when ready.")] = None,
+    port_file: Annotated[Path | None, typer.Option(help="Write the port here when ready.")] = None,
 ) -> None:
     """Host a split model over gRPC."""
     # An idle OpenMP team that spins takes the core that the other side needs; must be set before torch loads.
@@ -102,7 +106,7 @@ def serve(
     if tls_cert and tls_key:
         tls = TlsFiles(ca=tls_cert, certificate=tls_cert, key=tls_key)
     elif not insecure:
-        tls = make_certificates(state, hostname)
+        tls = make_certificates(state, [name.strip() for name in hostnames.split(",") if name.strip()])
     tokens = None
     if not no_auth:
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -126,10 +130,15 @@ def serve(
 
     def ready(bound: int) -> None:
         scheme = "grpcs" if tls else "grpc"
-        console.print(f"serving on {scheme}://{host}:{bound}" + ("  [bold red]protocol=clear allowed[/]" if allow_clear else ""))
+        console.print(
+            f"serving on {scheme}://{host}:{bound}" + ("  [bold red]protocol=clear allowed[/]" if allow_clear else "")
+        )
         if tls and not tls_cert:
-            console.print(f'try: sordino generate "Hello" --server grpcs://localhost:{bound} --ca {tls.ca} '
-                          f"--token-file {state / 'token'}", soft_wrap=True)
+            console.print(
+                f'try: sordino generate "Hello" --server grpcs://localhost:{bound} --ca {tls.ca} '
+                f"--token-file {state / 'token'}",
+                soft_wrap=True,
+            )
         if port_file:
             temporary = port_file.with_suffix(".tmp")
             temporary.write_text(str(bound))
@@ -141,7 +150,7 @@ def serve(
 def token(
     name: Annotated[str, typer.Argument(help="Whose token; shown in metrics, never the token itself.")],
     state: Annotated[Path, typer.Option(help="The server's state folder.")] = DEFAULT_STATE,
-    days: Annotated[Optional[float], typer.Option(help="Valid for so many days; for ever by default.")] = None,
+    days: Annotated[float | None, typer.Option(help="Valid for so many days; for ever by default.")] = None,
 ) -> None:
     """Issue a client token (printed once, stored as a hash). A running server takes it up at once."""
     from sordino.server.auth import TokenFile

@@ -61,7 +61,7 @@ def product_of_checks(matrix: RingMatrix, shape: BlockShape, seed: bytes, c0: U3
     Returns:
         Both halves, ``[2, N, planes * output_blocks]`` each.
     """
-    c1 = expand_uniform(seed, 0, c0.shape[1:])  # type: ignore[arg-type]
+    c1 = expand_uniform(seed, 0, c0.shape[1:])
     halves: tuple[list[U32], list[U32]] = ([], [])
     for plane in matrix.weights.cpu().numpy().reshape(matrix.planes, matrix.out_features, matrix.in_features):
         encoded = encode_weights(np.ascontiguousarray(plane.T), shape)

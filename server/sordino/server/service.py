@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -34,11 +35,12 @@ from sordino.shared.errors import (
 )
 from sordino.shared.packing import BlockShape
 from sordino.shared.ring import P
-from sordino.shared.rlwe import PARAMS, SEED_BYTES, packed_bytes, pack, unpack
+from sordino.shared.rlwe import PARAMS, SEED_BYTES, pack, packed_bytes, unpack
 from sordino.shared.transport import BUNDLE_CHUNK_BYTES, DEFAULT_MAX_MESSAGE_BYTES, ERROR_KEY, status_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
 
 # A product with fewer multiplications runs on the event loop: handing it to a thread costs more than it takes.
 _INLINE_PRODUCTS = 48_000_000
@@ -82,7 +84,7 @@ class SordinoService(pb_grpc.SordinoServicer):
     # -- calls -------------------------------------------------------------------------------------------------------
 
     async def GetManifest(  # noqa: N802 - gRPC's name
-        self, request: pb.GetManifestRequest, context: grpc.aio.ServicerContext
+        self, request: pb.GetManifestRequest, context: Context
     ) -> pb.GetManifestResponse:
         del request, context
         return pb.GetManifestResponse(
@@ -93,7 +95,7 @@ class SordinoService(pb_grpc.SordinoServicer):
         )
 
     async def FetchFile(  # noqa: N802
-        self, request: pb.FetchFileRequest, context: grpc.aio.ServicerContext
+        self, request: pb.FetchFileRequest, context: Context
     ) -> AsyncIterator[pb.FileChunk]:
         async with _edge(context):
             path = self._store.client_file(request.name)
@@ -111,10 +113,12 @@ class SordinoService(pb_grpc.SordinoServicer):
                     offset += len(data)
 
     async def Provision(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.ProvisionRequest], context: grpc.aio.ServicerContext
+        self, request_iterator: AsyncIterator[pb.ProvisionRequest], context: Context
     ) -> AsyncIterator[pb.ProvisionResponse]:
         async with _edge(context):
-            with self._admit("provisioning", context, self._limits.max_provisioning, self._limits.max_provisioning_per_identity):
+            with self._admit(
+                "provisioning", context, self._limits.max_provisioning, self._limits.max_provisioning_per_identity
+            ):
                 weights: tuple[int, torch.Tensor] | None = None
                 async for request in self._until_drained(request_iterator):
                     kind = request.WhichOneof("kind")
@@ -129,7 +133,7 @@ class SordinoService(pb_grpc.SordinoServicer):
                         raise ProtocolError("a provisioning request holds masks or check vectors, this one neither")
 
     async def Evaluate(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.EvaluateRequest], context: grpc.aio.ServicerContext
+        self, request_iterator: AsyncIterator[pb.EvaluateRequest], context: Context
     ) -> AsyncIterator[pb.EvaluateResponse]:
         async with _edge(context):
             with self._admit("evaluation", context, self._limits.max_streams, self._limits.max_streams_per_identity):
@@ -175,7 +179,10 @@ class SordinoService(pb_grpc.SordinoServicer):
         rows = np.frombuffer(request.data, dtype="<u4").reshape(request.rows, matrix.in_features)
         if int(rows.max()) >= P:
             raise RangeError("an element is not below p")
-        return pb.EvaluateResponse(id=request.id, data=matrix.matmul(rows).astype("<u4", copy=False).tobytes())
+        start = time.perf_counter()
+        data = matrix.matmul(rows).astype("<u4", copy=False).tobytes()
+        spent = int((time.perf_counter() - start) * 1e6)
+        return pb.EvaluateResponse(id=request.id, data=data, compute_us=spent)
 
     def _masks(self, request: pb.ProvisionRequest, matrix: RingMatrix, weights64: torch.Tensor) -> pb.ProvisionResponse:
         points = request.masks.points
@@ -200,12 +207,14 @@ class SordinoService(pb_grpc.SordinoServicer):
 
     def _bound_answer(self, size: int) -> None:
         if size > self._limits.max_message_bytes:
-            raise LimitError(f"the answer would have {size} bytes, the limit is {self._limits.max_message_bytes}: ask in parts")
+            raise LimitError(
+                f"the answer would have {size} bytes, the limit is {self._limits.max_message_bytes}: ask in parts"
+            )
 
     # -- admission and draining --------------------------------------------------------------------------------------
 
     @contextmanager
-    def _admit(self, what: str, context: grpc.aio.ServicerContext, total: int, per_identity: int) -> Iterator[None]:
+    def _admit(self, what: str, context: Context, total: int, per_identity: int) -> Iterator[None]:
         identity = identity_of(context)
         key = (what, identity)
         if self._draining:
@@ -261,7 +270,7 @@ def _residues(request: pb.ProvisionRequest, shape: tuple[int, ...]) -> np.ndarra
 class _edge:  # noqa: N801 - used like a function
     """Turns a Sordino error into its status; anything else into INTERNAL without its text (it could hold values)."""
 
-    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
 
     async def __aenter__(self) -> None:

@@ -73,7 +73,9 @@ class MatrixStore:
             raise RangeError(f"group {name!r}: a weight of -128; int8 weights are symmetric")
         half = weights.shape[0] // planes
         for start in range(0, half, 1024):
-            parts = [weights[k * half + start : k * half + min(start + 1024, half)].to(torch.float64) for k in range(planes)]
+            parts = [
+                weights[k * half + start : k * half + min(start + 1024, half)].to(torch.float64) for k in range(planes)
+            ]
             for part in parts:
                 PARAMS.check_norm(name, float(part.square().sum(dim=1).max().sqrt()))
             whole = parts[0] if planes == 1 else parts[0] + 256 * parts[1]

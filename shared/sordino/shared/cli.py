@@ -42,5 +42,11 @@ def main() -> None:
     try:
         build()()
     except SordinoError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {type(error).__name__}: {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"[bold red]error:[/] {type(error).__name__}: {error}", highlight=False, soft_wrap=True
+        )
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -133,9 +133,7 @@ class ModelManifest:
                     name=g["name"],
                     layer=g["layer"],
                     in_features=g["in_features"],
-                    members=tuple(
-                        MemberSpec(name=m["name"], out_features=m["out_features"]) for m in g["members"]
-                    ),
+                    members=tuple(MemberSpec(name=m["name"], out_features=m["out_features"]) for m in g["members"]),
                     weight_bits=g["weight_bits"],
                     l1_max=g["l1_max"],
                     l2_max=g["l2_max"],
@@ -146,7 +144,9 @@ class ModelManifest:
                 side: {name: FileSpec(size=f["size"], sha256=f["sha256"]) for name, f in body.pop(side).items()}
                 for side in ("client_files", "server_files")
             }
-            manifest = cls(groups=groups, client_files=files["client_files"], server_files=files["server_files"], **body)
+            manifest = cls(
+                groups=groups, client_files=files["client_files"], server_files=files["server_files"], **body
+            )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise BundleError(f"manifest is malformed ({type(error).__name__})") from error
         if manifest.fingerprint != stated:
@@ -174,10 +174,11 @@ def _plain(manifest: ModelManifest) -> dict[str, Any]:
     }
 
 
-
 def _check(manifest: ModelManifest) -> None:
     if manifest.format_version != FORMAT_VERSION:
-        raise BundleError(f"bundle format {manifest.format_version!r} is not supported, this release reads {FORMAT_VERSION}")
+        raise BundleError(
+            f"bundle format {manifest.format_version!r} is not supported, this release reads {FORMAT_VERSION}"
+        )
     if manifest.modulus != P:
         raise BundleError(f"modulus {manifest.modulus!r} is not supported, this release uses {P}")
     for label, text in (("model_name", manifest.model_name), ("model_type", manifest.model_type)):
@@ -200,7 +201,11 @@ def _check(manifest: ModelManifest) -> None:
         for name, spec in side.items():
             if not isinstance(name, str) or not _FILE.match(name):
                 raise BundleError("a file name of the bundle is not a plain file name")
-            if type(spec.size) is not int or not 0 <= spec.size < 1 << 48 or not re.fullmatch(r"[0-9a-f]{64}", str(spec.sha256)):
+            if (
+                type(spec.size) is not int
+                or not 0 <= spec.size < 1 << 48
+                or not re.fullmatch(r"[0-9a-f]{64}", str(spec.sha256))
+            ):
                 raise BundleError(f"file {name!r}: size or SHA-256 is malformed")
 
 

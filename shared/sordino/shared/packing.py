@@ -26,7 +26,7 @@ I8 = NDArray[np.int8]
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """How one polynomial is filled: ``rows`` x ``inputs`` x ``outputs`` <= N, for a W of [out_features, in_features]."""
+    """How one polynomial is filled: ``rows`` x ``inputs`` x ``outputs`` <= N; W is [out_features, in_features]."""
 
     rows: int
     inputs: int
@@ -84,9 +84,7 @@ def decode_rows(product: U32, shape: BlockShape) -> U32:
 
 def encode_weights(weights: I8, shape: BlockShape, params: RlweParams = PARAMS) -> U32:
     """The plaintext polynomials of W in NTT form, ``[2, n, input_blocks * output_blocks]`` (input block major)."""
-    padded = np.zeros(
-        (shape.output_blocks, shape.outputs, shape.input_blocks, shape.inputs), np.int64
-    )
+    padded = np.zeros((shape.output_blocks, shape.outputs, shape.input_blocks, shape.inputs), np.int64)
     flat = padded.reshape(shape.output_blocks * shape.outputs, shape.input_blocks * shape.inputs)
     flat[: shape.out_features, : shape.in_features] = weights
     coefficients = padded[..., ::-1].transpose(1, 3, 2, 0).reshape(shape.outputs * shape.inputs, -1)

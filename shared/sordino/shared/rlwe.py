@@ -61,7 +61,9 @@ class RlweParams:
         if self.primes[0] == self.primes[1]:
             raise ValueError("the two primes must differ")
         if math.log2(self.q) > _MAX_LOG_Q[self.n]:
-            raise ValueError(f"log2 q = {math.log2(self.q):.2f} is over {_MAX_LOG_Q[self.n]}: below 128 bits of security")
+            raise ValueError(
+                f"log2 q = {math.log2(self.q):.2f} is over {_MAX_LOG_Q[self.n]}: below 128 bits of security"
+            )
         if self.eta < 21:
             raise ValueError("error below the standard's deviation of 3.2")
 
@@ -87,7 +89,9 @@ class RlweParams:
     def check_norm(self, name: str, norm: float) -> None:
         """Raises RangeError when a matrix with this largest row norm could decode wrongly."""
         if norm > self.max_row_norm:
-            raise RangeError(f"group {name!r}: a row norm of {norm:.0f} is over the noise bound {self.max_row_norm:.0f}")
+            raise RangeError(
+                f"group {name!r}: a row norm of {norm:.0f} is over the noise bound {self.max_row_norm:.0f}"
+            )
 
 
 def _is_prime(q: int) -> bool:

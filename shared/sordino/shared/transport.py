@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -39,8 +39,8 @@ def status_of(error: SordinoError) -> grpc.StatusCode:
 def error_of(call: grpc.RpcError) -> SordinoError:
     """The Sordino error that a failed call stands for (the reverse of :func:`status_of`)."""
     code, details = call.code(), call.details() or ""
-    trailing = {key: value for key, value in (call.trailing_metadata() or ())}
-    named = _BY_NAME.get(str(trailing.get(ERROR_KEY, "")))
+    metadata: Any = call.trailing_metadata() or ()
+    named = _BY_NAME.get(str(dict(metadata).get(ERROR_KEY, "")))
     if named is not None:
         return named(details)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
@@ -64,7 +64,10 @@ def _explain(details: str) -> str:
         ("wrong version number", "TLS was spoken to a port without TLS: use grpc:// for a server started --insecure"),
         ("wrong_version_number", "TLS was spoken to a port without TLS: use grpc:// for a server started --insecure"),
         ("proxy", "a proxy is set in the environment: add the host to no_proxy"),
-        ("socket closed", "the connection closed: no TLS where the server wants it (use grpcs://), or the server stopped"),
+        (
+            "socket closed",
+            "the connection closed: no TLS where the server wants it (use grpcs://), or the server stopped",
+        ),
         ("connection refused", "nothing listens there: is the server running, is the port right?"),
     )
     hint = next((hint for key, hint in hints if key in text), "the server cannot be reached")

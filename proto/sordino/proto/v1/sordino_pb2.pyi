@@ -113,9 +113,11 @@ class Open(_message.Message):
     def __init__(self, fingerprint: _Optional[str] = ..., protocol: _Optional[_Union[Protocol, str]] = ...) -> None: ...
 
 class EvaluateResponse(_message.Message):
-    __slots__ = ("id", "data")
+    __slots__ = ("id", "data", "compute_us")
     ID_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     id: int
     data: bytes
-    def __init__(self, id: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    compute_us: int
+    def __init__(self, id: _Optional[int] = ..., data: _Optional[bytes] = ..., compute_us: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,322 @@
+"""``sordino bench decode``: protocols and plain transformers in one run, as ratios.
+
+The server is a process of its own (``sordino serve`` with TLS on loopback); answers of all contestants are interleaved,
+so that a drifting machine drifts for all. CPU figures are CPU-seconds of all threads, from the operating system.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from sordino.client.cli import connected, encode_prompt, timed_streamer
+from sordino.client.provision import plan_batch
+from sordino.client.session import Connected
+from sordino.shared.errors import SordinoError
+from sordino.shared.manifest import ModelManifest
+
+PROMPT = "Explain in a few sentences why the sky is blue in the daytime and red in the evening."
+
+
+class Contestant:
+    """One way to generate, and what its answers cost between their first and their last token."""
+
+    def __init__(self, model: Any, inputs: dict[str, Any], tokens: int, tokenizer: Any, link: Connected | None) -> None:
+        self._model, self._inputs, self._tokens, self._tokenizer, self._link = model, inputs, tokens, tokenizer, link
+        self.ttft: list[float] = []
+        self.tpot: list[float] = []
+        self.ids: list[list[int]] = []
+        self.spent: dict[str, float] = {}
+        self.decoded = 0
+
+    def answer(self, counters: Callable[[], dict[str, float]], *, count: bool) -> None:
+        """One greedy answer of exactly ``tokens`` tokens; kept unless it is for warming up."""
+        at_first: dict[str, float] = {}
+        streamer = timed_streamer(
+            self._tokenizer, silent=True, on_first=lambda: at_first.update(self._counters(counters))
+        )
+        start = time.perf_counter()
+        self._model.generate(
+            **self._inputs,
+            do_sample=False,
+            max_new_tokens=self._tokens,
+            min_new_tokens=self._tokens,
+            streamer=streamer,
+        )
+        at_end = self._counters(counters)
+        if not count:
+            return
+        self.ttft.append(1e3 * (streamer.times[0] - start))
+        self.tpot += [1e3 * (b - a) for a, b in itertools.pairwise(streamer.times)]
+        self.ids.append(streamer.ids)
+        self.decoded += len(streamer.times) - 1
+        for key, value in at_end.items():
+            self.spent[key] = self.spent.get(key, 0.0) + value - at_first.get(key, 0.0)
+
+    def per_token(self, key: str, scale: float = 1.0) -> float:
+        return scale * self.spent.get(key, 0.0) / self.decoded
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "tpot_ms_p50": round(statistics.median(self.tpot), 2),
+            "tpot_ms_p95": round(statistics.quantiles(self.tpot, n=20)[-1], 2),
+            "ttft_ms": round(statistics.median(self.ttft), 1),
+            "client_cpu_ms_per_token": round(self.per_token("client_cpu", 1e3), 2),
+        }
+
+    def wire_figures(self, element_bytes: int) -> dict[str, Any]:
+        steps = {key[5:]: round(self.per_token(key, 1e3), 3) for key in sorted(self.spent) if key.startswith("time.")}
+        local = statistics.fmean(self.tpot) - sum(value for step, value in steps.items() if step != "server")
+        return {
+            "server_cpu_ms_per_token": round(self.per_token("server_cpu", 1e3), 2),
+            "online_bytes_per_token": round(self.per_token("bytes")),
+            "online_bytes_ratio_vs_elements": round(self.per_token("bytes") / element_bytes, 4),
+            "rounds_per_token": round(self.per_token("rounds"), 2),
+            "time_of_a_token_ms": steps | {"local_model": round(local, 3)},
+        }
+
+    def _counters(self, shared: Callable[[], dict[str, float]]) -> dict[str, float]:
+        values = shared()
+        if self._link is not None:
+            traffic = self._link.session.traffic
+            values["bytes"] = traffic.up.get("online", 0) + traffic.down.get("online", 0)
+            values["rounds"] = traffic.rounds
+            values |= {f"time.{step}": seconds for step, seconds in self._link.session.timings.items()}
+        return values
+
+
+@contextmanager
+def server_process(bundle: Path, state: Path, *, allow_clear: bool) -> Iterator[tuple[str, Path, Path, psutil.Process]]:
+    """A ``sordino serve`` of its own with TLS and a token: (target, CA, token file, process)."""
+    state.mkdir(parents=True, exist_ok=True)
+    port_file, log = state / "port", state / "server.log"
+    port_file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "sordino.shared.cli", "serve", str(bundle), "--port", "0", "--state", str(state)]
+    command += ["--port-file", str(port_file), *(["--allow-clear"] if allow_clear else [])]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 120
+        while not port_file.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SordinoError(f"the server did not start: {log.read_text()[-2000:]}")
+            time.sleep(0.05)
+        port = int(port_file.read_text())
+        yield f"grpcs://localhost:{port}", state / "ca.pem", state / "token", psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """CPU time of all threads of a process so far."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def run_decode(
+    bundle: Path,
+    *,
+    model: Path | None,
+    protocols: list[str],
+    reference: str,
+    tokens: int,
+    repeats: int,
+    batch: int,
+    json_path: Path | None,
+    console: Console,
+) -> dict[str, Any]:
+    """Runs the benchmark; returns what is written to ``json_path``.
+
+    Raises:
+        SordinoError: an unknown protocol, no reference model, or a server that does not start.
+    """
+    unknown = set(protocols) - {"masked", "clear"}
+    if unknown or not protocols:
+        raise SordinoError(f"--protocols takes masked and clear, not {', '.join(sorted(unknown)) or 'nothing'}")
+    if reference not in ("transformers", "none"):
+        raise SordinoError(f"--reference is transformers or none, not {reference!r}")
+    manifest = ModelManifest.load(bundle)
+    me = psutil.Process()
+    result: dict[str, Any] = {"machine": _machine(), "model": manifest.model_name, "tokens": tokens, "protocols": {}}
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sordino-bench-")))
+        target, ca, token, server = stack.enter_context(server_process(bundle, work / "server", allow_clear=True))
+        links: dict[str, Connected] = {}
+        for name in protocols:
+            before = cpu_seconds(server), cpu_seconds(me), time.perf_counter()
+            link = stack.enter_context(
+                connected(
+                    target,
+                    ca=ca,
+                    token_file=token,
+                    protocol=name,
+                    pool=work / "pool",
+                    batch=batch,
+                    cache=work / "cache",
+                    state_dir=work / "ledger",
+                    low_water=0,
+                )
+            )
+            links[name] = link
+            if name == "masked":
+                result["provisioning"] = _provisioning(
+                    link, batch, before, (cpu_seconds(server), cpu_seconds(me), time.perf_counter())
+                )
+        contestants = {
+            name: Contestant(link.model, encode_prompt(link, PROMPT), tokens, link.tokenizer, link)
+            for name, link in links.items()
+        }
+        if reference == "transformers":
+            first = links[protocols[0]]
+            plain = _plain_model(model, bundle)
+            contestants["reference"] = Contestant(plain, encode_prompt(first, PROMPT), tokens, first.tokenizer, None)
+
+        def counters() -> dict[str, float]:
+            return {"server_cpu": cpu_seconds(server), "client_cpu": cpu_seconds(me)}
+
+        for turn in track(range(repeats + 1), description="answers", console=console, transient=True):
+            for contestant in contestants.values():
+                contestant.answer(counters, count=turn > 0)
+        result["server_rss_mib"] = round(server.memory_info().rss / 2**20, 1)
+    result["linear_cpu_ms_per_token"] = _linear_cpu(manifest)
+    _compare(result, contestants, manifest)
+    if json_path:
+        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    _show(result, console)
+    return result
+
+
+def _compare(result: dict[str, Any], contestants: dict[str, Contestant], manifest: ModelManifest) -> None:
+    element_bytes = 4 * sum(group.in_features + group.out_features for group in manifest.groups)
+    reference = contestants.get("reference")
+    if reference is not None:
+        result["reference"] = reference.figures()
+    for name, contestant in contestants.items():
+        if name == "reference":
+            continue
+        figures = contestant.figures() | contestant.wire_figures(element_bytes)
+        for kind, spent in result["linear_cpu_ms_per_token"].items():
+            figures[f"server_cpu_ratio_vs_{kind}"] = round(figures["server_cpu_ms_per_token"] / spent, 3)
+        if "clear" in contestants:
+            figures["tokens_equal_clear"] = contestant.ids == contestants["clear"].ids
+        if reference is not None:
+            ratio = statistics.median(contestant.tpot) / statistics.median(reference.tpot)
+            figures["tpot_ratio_vs_reference"] = round(ratio, 3)
+        if name == "masked":
+            made = result["provisioning"]
+            figures["offline_bytes_per_token"] = made["bytes_per_token"]
+            figures["provision_cpu_ms_per_token"] = made["cpu_ms_per_token"]
+            server = figures["server_cpu_ms_per_token"] + made["cpu_ms_per_token"]["server"]
+            fp32 = result["linear_cpu_ms_per_token"]["fp32"]
+            figures["server_cpu_ratio_vs_fp32_with_provisioning"] = round(server / fp32, 3)
+        result["protocols"][name] = figures
+
+
+def _provisioning(link: Connected, slots: int, before: tuple[float, ...], after: tuple[float, ...]) -> dict[str, Any]:
+    traffic = link.session.traffic
+    plan = plan_batch(link.session.manifest, slots, checks=1)
+    server, client, seconds = (b - a for a, b in zip(before, after, strict=True))
+    return {
+        "slots": slots,
+        "seconds": round(seconds, 1),
+        "bytes_up": traffic.up.get("provision", 0),
+        "bytes_down": traffic.down.get("provision", 0),
+        "check_vector_bytes": plan.check_bytes,
+        "bytes_per_token": round((traffic.up["provision"] + traffic.down["provision"] - plan.check_bytes) / slots),
+        "cpu_ms_per_token": {"server": round(1e3 * server / slots, 2), "client": round(1e3 * client / slots, 2)},
+        "note": "CPU includes connecting, the check vectors, and fetching the bundle where it was not cached",
+    }
+
+
+def _plain_model(model: Path | None, bundle: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    if model is None:
+        found = sorted(bundle.parent.glob("*.gguf"))
+        if len(found) != 1:
+            raise SordinoError("--model is needed for the reference: the folder or .gguf file that was split")
+        model = found[0]
+    folder, extra = (model.parent, {"gguf_file": model.name}) if model.suffix == ".gguf" else (model, {})
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **extra)
+    return plain.eval()
+
+
+@torch.inference_mode()
+def _linear_cpu(manifest: ModelManifest) -> dict[str, float]:
+    """CPU-milliseconds a token for the remote layers' products in plain fp32, bf16 and int8 (weights only, 4 rows)."""
+    shapes = [(group.out_features, group.in_features) for group in manifest.groups]
+    timed: dict[str, float] = {}
+    for kind, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("int8", torch.int8)):
+        weights = [torch.ones(shape, dtype=dtype) for shape in shapes]
+        rows = {n: torch.ones((1, n), dtype=dtype) for _, n in shapes}
+
+        def once(weights: list[torch.Tensor] = weights, rows: dict[int, torch.Tensor] = rows, kind: str = kind) -> None:
+            for weight in weights:
+                row = rows[weight.shape[1]]
+                if kind == "int8":
+                    torch._int_mm(row, weight.t())
+                else:
+                    torch.nn.functional.linear(row, weight)
+
+        once()
+        start, rounds = time.process_time(), 10
+        for _ in range(rounds):
+            once()
+        timed[kind] = round(1e3 * (time.process_time() - start) / rounds, 3)
+    return timed
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cpus": psutil.cpu_count(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _show(result: dict[str, Any], console: Console) -> None:
+    names = [*result["protocols"], *(["reference"] if "reference" in result else [])]
+    table = Table(title=f"decode, {result['tokens']} tokens, {result['model']}")
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right")
+    rows = {name: result["protocols"].get(name) or result["reference"] for name in names}
+    for key in (
+        "tpot_ms_p50",
+        "tpot_ratio_vs_reference",
+        "ttft_ms",
+        "tokens_equal_clear",
+        "online_bytes_per_token",
+        "offline_bytes_per_token",
+        "server_cpu_ms_per_token",
+        "server_cpu_ratio_vs_fp32",
+        "client_cpu_ms_per_token",
+    ):
+        table.add_row(key, *(str(rows[name].get(key, "")) for name in names))
+    console.print(table)
+    if "provisioning" in result:
+        console.print(f"provisioning: {result['provisioning']}", highlight=False)
+    for name, figures in result["protocols"].items():
+        console.print(f"where a token's time goes ({name}, ms): {figures['time_of_a_token_ms']}", highlight=False)
