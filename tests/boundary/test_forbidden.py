@@ -35,6 +35,7 @@ GRPC_FILES = (
     "server/sordino/server/app*.py",
     "server/sordino/server/auth.py",  # interceptors
     "client/sordino/client/transport*",
+    "client/sordino/client/proxy.py",  # the recording proxy of `sordino audit wire`
     "client/sordino/client/cli*",
     "server/sordino/server/cli*",
     "shared/sordino/shared/cli*",
