@@ -11,15 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import numpy as np
 import torch
+from google.protobuf.message import DecodeError
 
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server.auth import identity_of
+from sordino.server.decoding import MALFORMED
 from sordino.server.kernel import RingMatrix
 from sordino.server.provision import product_of_checks, product_of_masks
 from sordino.server.store import MatrixStore
@@ -40,7 +42,8 @@ from sordino.shared.transport import BUNDLE_CHUNK_BYTES, DEFAULT_MAX_MESSAGE_BYT
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Context = grpc.aio.ServicerContext[Any, Any]
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
 
 # A product with fewer multiplications runs on the event loop: handing it to a thread costs more than it takes.
 _INLINE_PRODUCTS = 48_000_000
@@ -277,7 +280,9 @@ class _edge:  # noqa: N801 - used like a function
         return None
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, SordinoError):
+        if isinstance(error, DecodeError):
+            await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, MALFORMED)
+        elif isinstance(error, SordinoError):
             self._context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
             if isinstance(error, BundleError):
                 log.error("bundle: %s", error)

@@ -27,9 +27,9 @@ def build() -> typer.Typer:
         try:
             add: Callable[[typer.Typer], None] = point.load()
         except ModuleNotFoundError as error:
-            if error.name is not None and error.name.startswith("sordino."):
+            if error.name is not None and error.name.startswith("sordino.") and error.name != f"sordino.{point.name}":
                 raise
-            # This side's extra is not installed; its commands are simply not there.
+            # This side, or its extra, is not installed; its commands are simply not there.
             logging.getLogger(__name__).debug("commands of %s left out: no module %s", point.name, error.name)
             continue
         add(app)

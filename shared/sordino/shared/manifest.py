@@ -28,8 +28,9 @@ MAX_FEATURES: Final = 1 << 20
 MAX_GROUPS: Final = 1 << 16
 WeightBits = Literal[8, 12]
 
-_NAME = re.compile(r"^[A-Za-z0-9_.+\-]{1,300}$")
-_FILE = re.compile(r"^(?!.*\.\.)[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,200}$")
+# \Z, not $: a dollar also matches before a final newline.
+_NAME = re.compile(r"^[A-Za-z0-9_.+\-]{1,300}\Z")
+_FILE = re.compile(r"^(?!.*\.\.)[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,200}\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +125,7 @@ class ModelManifest:
             BundleError: not JSON, a missing or wrong field, or a fingerprint that does not match the content.
         """
         if len(raw) > MAX_MANIFEST_BYTES:
-            raise BundleError(f"manifest is {len(raw)} bytes, the limit is {MAX_MANIFEST_BYTES}")
+            raise BundleError(f"manifest is over the limit of {MAX_MANIFEST_BYTES} bytes")
         try:
             body = json.loads(raw)
             stated = body.pop("fingerprint")
@@ -158,7 +159,8 @@ class ModelManifest:
         path = bundle / MANIFEST_NAME
         if not path.is_file():
             raise BundleError(f"no {MANIFEST_NAME} in {bundle.name!r}: is it a folder made by `sordino split`?")
-        return cls.from_json(path.read_bytes())
+        with path.open("rb") as file:
+            return cls.from_json(file.read(MAX_MANIFEST_BYTES + 1))
 
 
 def _plain(manifest: ModelManifest) -> dict[str, Any]:
@@ -174,16 +176,24 @@ def _plain(manifest: ModelManifest) -> dict[str, Any]:
     }
 
 
+def _short(value: object) -> str:
+    """A hostile value must not fill a log."""
+    text = repr(value)
+    return text if len(text) <= 40 else text[:40] + "..."
+
+
 def _check(manifest: ModelManifest) -> None:
-    if manifest.format_version != FORMAT_VERSION:
+    if type(manifest.format_version) is not int or manifest.format_version != FORMAT_VERSION:
         raise BundleError(
-            f"bundle format {manifest.format_version!r} is not supported, this release reads {FORMAT_VERSION}"
+            f"bundle format {_short(manifest.format_version)} is not supported, this release reads {FORMAT_VERSION}"
         )
-    if manifest.modulus != P:
-        raise BundleError(f"modulus {manifest.modulus!r} is not supported, this release uses {P}")
+    if type(manifest.modulus) is not int or manifest.modulus != P:
+        raise BundleError(f"modulus {_short(manifest.modulus)} is not supported, this release uses {P}")
     for label, text in (("model_name", manifest.model_name), ("model_type", manifest.model_type)):
         if not isinstance(text, str) or not 0 < len(text) <= 300:
             raise BundleError(f"{label} must be a string of 1 to 300 characters")
+    if type(manifest.weight_bits) is not int or manifest.weight_bits not in (8, 12):
+        raise BundleError("weight_bits must be 8 or 12")
     if not 0 < len(manifest.groups) <= MAX_GROUPS:
         raise BundleError(f"a bundle has 1 to {MAX_GROUPS} groups, this one has {len(manifest.groups)}")
     members: set[str] = set()
@@ -212,7 +222,7 @@ def _check(manifest: ModelManifest) -> None:
 def _check_group(group: GroupSpec) -> None:
     if not isinstance(group.name, str) or not _NAME.match(group.name):
         raise BundleError("a group's name has characters outside [A-Za-z0-9_.+-] or is too long")
-    if group.weight_bits not in (8, 12):
+    if type(group.weight_bits) is not int or group.weight_bits not in (8, 12):
         raise BundleError(f"group {group.name!r}: weight_bits must be 8 or 12")
     for label, value, top in (
         ("layer", group.layer, 1 << 16),

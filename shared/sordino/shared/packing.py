@@ -13,12 +13,14 @@ Polynomials are columns, as everywhere (:mod:`sordino.shared.rlwe`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from sordino.shared.errors import RangeError
 from sordino.shared.rlwe import PARAMS, RESIDUE_BITS, U32, RlweParams, ntt
 
 I8 = NDArray[np.int8]
@@ -52,13 +54,20 @@ class BlockShape:
 
 
 def plan(rows: int, in_features: int, out_features: int, params: RlweParams = PARAMS) -> BlockShape:
-    """The block shape with the least traffic for up to ``rows`` rows in one polynomial."""
+    """The block shape with the least traffic whose noise decodes, for up to ``rows`` rows in one polynomial.
+
+    A result coefficient carries the noise of every weight in its polynomials: ``outputs`` rows of W, so their norms add
+    up to at most 127 sqrt(in_features * outputs), which must stay within the bound of one int8 plane.
+    """
     if not 1 <= rows <= params.n:
         raise ValueError(f"rows must be 1..{params.n}, not {rows}")
     room = params.n // rows
     shapes = [
         BlockShape(rows, 1 << k, room >> k, in_features, out_features) for k in range(room.bit_length()) if room >> k
     ]
+    shapes = [s for s in shapes if 127 * math.sqrt(in_features * s.outputs) <= params.max_row_norm]
+    if not shapes:
+        raise RangeError(f"rows of {in_features} inputs are over the noise bound of any block")
     return min(shapes, key=lambda shape: shape.upload_bytes(params) + shape.download_bytes(params))
 
 
