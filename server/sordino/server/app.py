@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server.auth import TokenFile, TokenInterceptor
+from sordino.server.decoding import DecodingInterceptor
 from sordino.server.service import Limits, SordinoService
 from sordino.server.store import MatrixStore
 from sordino.server.tls import TlsFiles
@@ -68,7 +69,9 @@ async def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
     store = MatrixStore(config.bundle, config.device)
     log.info("%d groups on %s by %s", len(store.matrices), store.device, store.kernel.name)
     service = SordinoService(store, config.limits, allow_clear=config.allow_clear)
-    interceptors = [TokenInterceptor(TokenFile(config.tokens))] if config.tokens else []
+    interceptors: list[grpc.aio.ServerInterceptor] = [DecodingInterceptor(SERVICE_NAME)]
+    if config.tokens:
+        interceptors.append(TokenInterceptor(TokenFile(config.tokens)))
     server = grpc.aio.server(
         interceptors=interceptors,
         options=[*channel_options(config.limits.max_message_bytes), ("grpc.so_reuseport", 0)],
