@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -33,26 +34,41 @@ def batches(groups: Sequence[Group], budget: int = _BUDGET) -> Iterator[list[Gro
         yield batch
 
 
-def hessians(model: Any, groups: Sequence[Group], windows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """H by group name, float32 ``[in_features, in_features]``, divided by the number of tokens.
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a calibration text showed of a group's input rows x, as means over its tokens.
+
+    Attributes:
+        hessian: x^T x, float32 ``[in_features, in_features]``.
+        peak: of max_j x_j^2.
+    """
+
+    hessian: torch.Tensor
+    peak: float
+
+
+def gather(model: Any, groups: Sequence[Group], windows: Sequence[torch.Tensor]) -> dict[str, Inputs]:
+    """Runs the model over the text and looks at the input of each group; by group name.
 
     Args:
         windows: int64 ``[1, t]`` each.
     """
     sums = {group.name: torch.zeros(group.in_features, group.in_features) for group in groups}
+    peaks = {group.name: 0.0 for group in groups}
     handles = []
 
-    def accumulate(total: torch.Tensor) -> Any:
+    def accumulate(name: str) -> Any:
         def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             value = args[0] if args else next(iter(kwargs.values()))
             rows = value.detach().reshape(-1, value.shape[-1]).to(torch.float32)
-            total.addmm_(rows.T, rows)
+            sums[name].addmm_(rows.T, rows)
+            peaks[name] += float(rows.abs().amax(dim=1).square().sum())
 
         return hook
 
     try:
         for group in groups:
-            hook = accumulate(sums[group.name])
+            hook = accumulate(group.name)
             # The members share their input: the first one sees it.
             handles.append(group.members[0].module.register_forward_pre_hook(hook, with_kwargs=True))
         with torch.no_grad():
@@ -62,7 +78,7 @@ def hessians(model: Any, groups: Sequence[Group], windows: Sequence[torch.Tensor
         for handle in handles:
             handle.remove()
     tokens = max(1, sum(window.shape[1] for window in windows))
-    return {name: total / tokens for name, total in sums.items()}
+    return {name: Inputs(total / tokens, peaks[name] / tokens) for name, total in sums.items()}
 
 
 def warn_if_poor(

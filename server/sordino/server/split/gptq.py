@@ -18,7 +18,12 @@ _BLOCK: Final = 128
 
 
 def quantise_gptq(
-    weight: torch.Tensor, bits: WeightBits, hessian: torch.Tensor, *, act_order: bool = True
+    weight: torch.Tensor,
+    bits: WeightBits,
+    hessian: torch.Tensor,
+    floor: torch.Tensor | None = None,
+    *,
+    act_order: bool = True,
 ) -> Quantised:
     """Quantises so that the outputs on calibration inputs change little.
 
@@ -28,15 +33,16 @@ def quantise_gptq(
     Args:
         weight: float32 ``[m, n]``, finite.
         hessian: float32 ``[n, n]``, X^T X over calibration inputs; it may be singular.
+        floor: smallest scale of each row, float32 ``[m]``; the last least-squares step may still lower it a little.
         act_order: round the columns of large inputs first.
     """
     damped = _damp(hessian)
-    searched = quantise_search(weight, bits, hessian.diagonal())
+    searched = quantise_search(weight, bits, hessian.diagonal(), floor)
     compensated = _compensate(weight, searched.scale, bits, damped, act_order)
     candidates = [
         rescale(weight, compensated, damped),
         rescale(weight, searched, damped),
-        quantise_nearest(weight, bits),
+        quantise_nearest(weight, bits, floor),
     ]
     errors = torch.stack([row_errors(weight, candidate, hessian) for candidate in candidates])
     choice = errors.argmin(dim=0)

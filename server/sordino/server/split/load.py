@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sordino.shared.errors import BundleError, UnsupportedModelError
@@ -58,7 +59,7 @@ def load(source: Source) -> Loaded:
         UnsupportedModelError: the architecture is unknown, wants its own code, or the checkpoint is already quantised.
         BundleError: the checkpoint has missing, extra or misshapen tensors, or no tokenizer.
     """
-    extra = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    extra: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     folder = Path(source.place)
     if (folder / "adapter_config.json").is_file():
         raise UnsupportedModelError("the folder holds an adapter: merge it into its base model first")
@@ -79,8 +80,11 @@ def load(source: Source) -> Loaded:
     return Loaded(source, _load_model(source, extra), _load_tokenizer(source, extra))
 
 
-def _load_model(source: Source, extra: dict[str, str]) -> Any:
-    options: dict[str, Any] = extra or {"use_safetensors": True}
+def _load_model(source: Source, extra: dict[str, Any]) -> Any:
+    options = dict(extra) or {"use_safetensors": True}
+    if source.gguf_file and (gguf_config := getattr(transformers, "GgufConfig", None)):
+        # Else the weights of some architectures stay packed where a kernel for them is installed.
+        options["quantization_config"] = gguf_config(dequantize=True)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             source.place,
@@ -101,7 +105,7 @@ def _load_model(source: Source, extra: dict[str, str]) -> Any:
     return model.eval()
 
 
-def _load_tokenizer(source: Source, extra: dict[str, str]) -> Any:
+def _load_tokenizer(source: Source, extra: dict[str, Any]) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source.place, trust_remote_code=False, **extra)
     except Exception as error:  # the tokenizers library raises bare Exception for a vocabulary it dislikes
@@ -118,7 +122,10 @@ def _refuse_unmapped(model: Any, path: Path) -> None:
     reader = GGUFReader(path)
     architecture = str(reader.fields["general.architecture"].contents())
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
-    known = get_gguf_hf_weights_map(model, processor)
+    try:
+        known = get_gguf_hf_weights_map(model, processor)
+    except NotImplementedError as error:
+        raise UnsupportedModelError(f"{path.name!r}: no names are known for the tensors of {architecture!r}") from error
     if unmapped := sorted(tensor.name for tensor in reader.tensors if tensor.name not in known):
         raise BundleError(f"{path.name!r}: {len(unmapped)} tensors have no place in the model: {_some(unmapped)}")
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from sordino.server.split.calibrate import batches, hessians, warn_if_poor
+from sordino.server.split.balance import scale_floor
+from sordino.server.split.calibrate import batches, gather, warn_if_poor
 from sordino.server.split.discovery import Group, find_groups, refuse_experts
 from sordino.server.split.gptq import quantise_gptq
 from sordino.server.split.load import load, locate
@@ -129,16 +130,17 @@ def quantise_groups(
     done = 0
     result: dict[str, Quantised] = {}
     for batch in batches(groups):
-        # The hessians of one batch at a time: those of a large model do not fit into memory together.
-        gathered = {} if rounding == "nearest" else hessians(model, batch, calibration)
+        # The matrices H of one batch at a time: those of a large model do not fit into memory together.
+        gathered = {} if rounding == "nearest" else gather(model, batch, calibration)
         for group in batch:
-            weight = group.weight
-            if rounding == "nearest":
-                result[group.name] = quantise_nearest(weight, bits)
+            weight, inputs = group.weight, gathered.get(group.name)
+            floor = scale_floor(weight, inputs) if bits == 12 else None
+            if inputs is None:
+                result[group.name] = quantise_nearest(weight, bits, floor)
             elif rounding == "search":
-                result[group.name] = quantise_search(weight, bits, gathered[group.name].diagonal())
+                result[group.name] = quantise_search(weight, bits, inputs.hessian.diagonal(), floor)
             else:
-                result[group.name] = quantise_gptq(weight, bits, gathered[group.name])
+                result[group.name] = quantise_gptq(weight, bits, inputs.hessian, floor)
             done += 1
             progress("quantise", done / len(groups))
     return result

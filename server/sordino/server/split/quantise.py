@@ -54,13 +54,14 @@ def check_finite(name: str, weight: torch.Tensor) -> None:
         raise RangeError(f"{name!r} has {count} entries that are NaN or infinite")
 
 
-def quantise_nearest(weight: torch.Tensor, bits: WeightBits) -> Quantised:
+def quantise_nearest(weight: torch.Tensor, bits: WeightBits, floor: torch.Tensor | None = None) -> Quantised:
     """Rounds to nearest with the scale of each row's largest entry, so every error is at most half a scale.
 
     Args:
         weight: float32 ``[m, n]``, finite. A row of zeros gets scale 1.
+        floor: smallest scale of each row, float32 ``[m]``; see :mod:`~sordino.server.split.balance`.
     """
-    return round_to(weight, _full_scale(weight, bits), bits)
+    return round_to(weight, _full_scale(weight, bits, floor), bits)
 
 
 def round_to(weight: torch.Tensor, scale: torch.Tensor, bits: WeightBits) -> Quantised:
@@ -69,12 +70,15 @@ def round_to(weight: torch.Tensor, scale: torch.Tensor, bits: WeightBits) -> Qua
     return Quantised(values.to(torch.int16), scale)
 
 
-def quantise_search(weight: torch.Tensor, bits: WeightBits, importance: torch.Tensor) -> Quantised:
+def quantise_search(
+    weight: torch.Tensor, bits: WeightBits, importance: torch.Tensor, floor: torch.Tensor | None = None
+) -> Quantised:
     """Picks for each row, out of a grid of scales, the one of least weighted squared error; then rounds to nearest.
 
     Args:
         weight: float32 ``[m, n]``, finite.
         importance: ``[n]``, >= 0: the diagonal of H = X^T X over calibration inputs.
+        floor: smallest scale of each row, float32 ``[m]``.
     """
     scale = torch.empty(weight.shape[0], dtype=torch.float32)
     importance = importance.to(torch.float32)
@@ -83,11 +87,12 @@ def quantise_search(weight: torch.Tensor, bits: WeightBits, importance: torch.Te
     step = max(1, _ROWS_AT_ONCE // weight.shape[1])
     for start in range(0, weight.shape[0], step):
         rows = weight[start : start + step]
-        full = _full_scale(rows, bits)
+        least = None if floor is None else floor[start : start + step]
+        full = _full_scale(rows, bits, least)
         best = torch.full_like(full, math.inf)
         chosen = full.clone()
         for factor in _SEARCH_GRID:
-            candidate = full * factor
+            candidate = full * factor if least is None else torch.maximum(full * factor, least)
             rounded = (rows / candidate[:, None]).round_().clamp_(-_TOP[bits], _TOP[bits]).mul_(candidate[:, None])
             error = rounded.sub_(rows).square_() @ importance
             better = error < best
@@ -123,6 +128,9 @@ def norms(values: torch.Tensor, bits: WeightBits) -> tuple[int, int]:
     return l1, root + (root * root < square)
 
 
-def _full_scale(weight: torch.Tensor, bits: WeightBits) -> torch.Tensor:
+def _full_scale(weight: torch.Tensor, bits: WeightBits, floor: torch.Tensor | None) -> torch.Tensor:
     largest = weight.abs().amax(dim=1)
-    return torch.where(largest > _ZERO_ROW, largest / _TOP[bits], torch.ones_like(largest))
+    scale = largest / _TOP[bits]
+    if floor is not None:
+        scale = torch.maximum(scale, floor)
+    return torch.where(largest > _ZERO_ROW, scale, torch.ones_like(largest))

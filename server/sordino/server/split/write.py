@@ -127,6 +127,7 @@ def write_bundle(
             server_files=_files(server),
         )
         (stage / MANIFEST_NAME).write_bytes(manifest.to_json())
+        _open_modes(stage)
     return manifest
 
 
@@ -172,9 +173,14 @@ def _write_config(client: Path, loaded: Loaded, groups: Sequence[Group]) -> None
 
 
 def _clean(path: Path, changes: dict[str, Any]) -> None:
-    body = json.loads(path.read_text(encoding="utf-8"))
-    body = {key: value for key, value in body.items() if key not in _DROPPED_KEYS} | changes
+    body = _without_code(json.loads(path.read_text(encoding="utf-8"))) | changes
     path.write_text(json.dumps(body, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _without_code(body: Any) -> Any:
+    if isinstance(body, dict):
+        return {key: _without_code(value) for key, value in body.items() if key not in _DROPPED_KEYS}
+    return [_without_code(value) for value in body] if isinstance(body, list) else body
 
 
 def _write_server(
@@ -192,6 +198,13 @@ def _write_server(
     for index, shard in enumerate(shards, start=1):
         name = "weights.safetensors" if len(shards) == 1 else f"weights-{index:05d}-of-{len(shards):05d}.safetensors"
         save_file({group.name: to_planes(weights[group.name].values, bits) for group in shard}, server / name)
+
+
+def _open_modes(stage: Path) -> None:
+    """Gives every file the mode of the manifest: safetensors makes its own readable by the owner alone."""
+    mode = (stage / MANIFEST_NAME).stat().st_mode & 0o777
+    for path in stage.glob("*/*"):
+        path.chmod(mode)
 
 
 def _files(folder: Path) -> dict[str, FileSpec]:
