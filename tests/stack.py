@@ -7,16 +7,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import models
+import numpy as np
 
-from sordino.client import Connected, connect
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server.split import split_model
+from sordino.shared.manifest import ModelManifest
+from sordino.shared.packing import plan
+from sordino.shared.rlwe import PARAMS, pack
+
+if TYPE_CHECKING:
+    from sordino.client import Connected
 
 START_S = 60.0
 PROMPT = "the quick brown fox"
@@ -45,7 +53,7 @@ class ServerProcess:
     ) -> None:
         self.state = tmp / "server-state"
         self.port = port
-        self._bundle = bundle
+        self.bundle = bundle
         self._tmp = tmp
         self._arguments = (*(("--allow-clear",) if allow_clear else ()), *arguments)
         self._process: subprocess.Popen[bytes] | None = None
@@ -57,7 +65,7 @@ class ServerProcess:
         """Starts the process and waits until it answers."""
         port_file = self._tmp / "port"
         port_file.unlink(missing_ok=True)
-        command = [Path(sys.executable).with_name("sordino"), "serve", self._bundle, "--state", self.state]
+        command = [Path(sys.executable).with_name("sordino"), "serve", self.bundle, "--state", self.state]
         command += ["--port", str(self.port), "--port-file", port_file, "--threads", "1", *self._arguments]
         with (self._tmp / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -144,6 +152,10 @@ class ServerProcess:
         path = self._tmp / "server.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    @property
+    def manifest(self) -> ModelManifest:
+        return ModelManifest.load(self.bundle)
+
     def rss(self) -> int:
         """Resident bytes of the process now."""
         pages = int(Path(f"/proc/{self._alive.pid}/statm").read_text().split()[1])
@@ -153,13 +165,11 @@ class ServerProcess:
         """Whether a new client gets a right answer: group 0 times a row of ones, by the service's own stream."""
         with self.channel() as channel:
             stub = pb_grpc.SordinoStub(channel)
-            reply = stub.GetManifest(pb.GetManifestRequest(), metadata=self.metadata, timeout=20, wait_for_ready=True)
-            manifest = _manifest(reply)
-            group = manifest.groups[0]
+            manifest, group = self.manifest, self.manifest.groups[0]
             one = (1).to_bytes(4, "little")
-            opening = pb.Open(fingerprint=manifest.fingerprint, protocol=pb.PROTOCOL_MASKED)
+            first = pb.Open(fingerprint=manifest.fingerprint, protocol=pb.PROTOCOL_MASKED)
             requests = [
-                pb.EvaluateRequest(open=opening, id=1),
+                pb.EvaluateRequest(open=first, id=1),
                 pb.EvaluateRequest(id=2, group=0, rows=1, data=one * group.in_features),
             ]
             answers = list(stub.Evaluate(iter(requests), metadata=self.metadata, timeout=20))
@@ -175,18 +185,14 @@ class ServerProcess:
         return self._process
 
 
-def _manifest(reply: pb.GetManifestResponse) -> Any:
-    from sordino.shared.manifest import ModelManifest
-
-    return ModelManifest.from_json(reply.manifest)
-
-
 def connect_to(server: ServerProcess, tmp: Path, **options: Any) -> Connected:
     """``sordino.client.connect`` with cache, pool and ledger below ``tmp``, few masks and short waits.
 
     Args:
         options: of ``connect``; ``target`` and ``ca`` (of a proxy, say) replace the server's.
     """
+    from sordino.client import connect
+
     defaults: dict[str, Any] = {
         "target": server.target,
         "ca": server.ca,
@@ -210,3 +216,62 @@ def answer(connected: Connected, prompt: str = PROMPT, tokens: int = 6, **option
     out = connected.model.generate(**inputs, **chosen)
     ids: list[int] = out[0, inputs["input_ids"].shape[1] :].tolist()
     return ids
+
+
+# -- bytes that no Sordino client would send -------------------------------------------------------------------------
+
+
+def send_raw(
+    server: ServerProcess,
+    method: str,
+    messages: Iterable[bytes],
+    *,
+    channel: grpc.Channel | None = None,
+    metadata: tuple[tuple[str, str], ...] | None = None,
+    timeout_s: float = 20,
+) -> tuple[list[bytes], grpc.StatusCode, str]:
+    """Sends ``messages`` as they are on one call; returns the answers, the final status and its text."""
+    with ExitStack() as stack:
+        if channel is None:
+            channel = stack.enter_context(server.channel(("grpc.max_send_message_length", -1)))
+        call = channel.stream_stream(f"/sordino.proto.v1.Sordino/{method}")(
+            iter(messages), metadata=server.metadata if metadata is None else metadata, timeout=timeout_s
+        )
+        answers: list[bytes] = []
+        try:
+            answers.extend(call)
+        except grpc.RpcError as error:
+            return answers, error.code(), error.details() or ""
+        return answers, grpc.StatusCode.OK, ""
+
+
+def opening(manifest: ModelManifest, protocol: int = pb.PROTOCOL_MASKED, fingerprint: str | None = None) -> bytes:
+    """The first message of an evaluation stream."""
+    wanted = manifest.fingerprint if fingerprint is None else fingerprint
+    return pb.EvaluateRequest(id=1, open=pb.Open(fingerprint=wanted, protocol=protocol)).SerializeToString()
+
+
+def rows_message(manifest: ModelManifest, of: int = 0, rows: int = 1, **fields: Any) -> bytes:
+    """A valid request for ``rows`` rows of small elements of group ``of``, unless ``fields`` say otherwise."""
+    data = np.arange(rows * manifest.groups[of].in_features, dtype="<u4").tobytes()
+    return pb.EvaluateRequest(**{"id": 2, "group": of, "rows": rows, "data": data, **fields}).SerializeToString()
+
+
+def masks_message(manifest: ModelManifest, group: int = 0, points: int = 64, **fields: Any) -> bytes:
+    """A valid provisioning request of random residues, unless ``fields`` say otherwise."""
+    shape = (2, points, manifest.groups[group].in_features)
+    c0 = pack(np.random.default_rng(1).integers(0, min(PARAMS.primes), shape, dtype=np.uint32))
+    filled = {"group": group, "seed": bytes(32), "c0": c0, "masks": pb.MaskBlock(block=0, points=points), **fields}
+    return pb.ProvisionRequest(**filled).SerializeToString()
+
+
+def check_message(manifest: ModelManifest, group: int = 0, **fields: Any) -> bytes:
+    """A valid request for one check vector, unless ``fields`` say otherwise."""
+    spec = manifest.groups[group]
+    shape = plan(1, spec.out_features, spec.in_features)
+    size = (2, PARAMS.n, shape.input_blocks)
+    c0 = pack(np.random.default_rng(2).integers(0, min(PARAMS.primes), size, dtype=np.uint32))
+    check = pb.CheckVectors(rows=shape.rows, inputs=shape.inputs, outputs=shape.outputs)
+    return pb.ProvisionRequest(
+        **{"group": group, "seed": bytes(32), "c0": c0, "check": check, **fields}
+    ).SerializeToString()
