@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from sordino.shared.errors import BundleError, UnsupportedModelError
 
@@ -77,7 +80,20 @@ def load(source: Source) -> Loaded:
         raise UnsupportedModelError(f"{source.name!r} is an encoder-decoder, only causal language models can be split")
     if getattr(config, "quantization_config", None) and not source.gguf_file:
         raise UnsupportedModelError(f"{source.name!r} is already quantised: split the checkpoint it was made from")
-    return Loaded(source, _load_model(source, extra), _load_tokenizer(source, extra))
+    with _no_bars():
+        return Loaded(source, _load_model(source, extra), _load_tokenizer(source, extra))
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Progress is the caller's to show: transformers' own bars would be drawn across it."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _load_model(source: Source, extra: dict[str, Any]) -> Any:

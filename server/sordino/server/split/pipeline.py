@@ -64,7 +64,7 @@ def split_model(
         RangeError: a tensor holds NaN or infinity.
     """
     started = time.perf_counter()
-    out = Path(out)
+    out = Path(out).absolute()  # "." has no name to make a folder beside it
     if weight_bits not in (8, 12) or rounding not in ("gptq", "search", "nearest"):
         raise ValueError("weight_bits must be 8 or 12 and rounding one of 'gptq', 'search', 'nearest'")
     refuse_existing(out)
