@@ -112,6 +112,12 @@ BAD_MESSAGES: dict[str, tuple[str, grpc.StatusCode, str, Build]] = {
         "positive",
         lambda m: [check_message(m, check=pb.CheckVectors(rows=1, inputs=0, outputs=8))],
     ),
+    "check block all but empty": (
+        "Provision",
+        INVALID,
+        "half of its",
+        lambda m: [check_message(m, check=pb.CheckVectors(rows=1, inputs=1, outputs=1))],
+    ),
     "check block of 2^64": (
         "Provision",
         INVALID,

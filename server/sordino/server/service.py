@@ -202,6 +202,9 @@ class SordinoService(pb_grpc.SordinoServicer):
             raise ProtocolError("check vectors come one or two at a time, with positive block sizes")
         if wanted.rows * wanted.inputs * wanted.outputs > PARAMS.n:
             raise ProtocolError(f"a block of more than {PARAMS.n} coefficients")
+        if 2 * wanted.rows * wanted.inputs * wanted.outputs <= PARAMS.n:
+            # Small blocks make many polynomials of few weights: gigabytes, for a request of a few megabytes.
+            raise ProtocolError(f"a block that leaves half of its {PARAMS.n} coefficients empty")
         shape = BlockShape(wanted.rows, wanted.inputs, wanted.outputs, matrix.out_features, matrix.in_features)
         self._bound_answer(2 * packed_bytes(2 * PARAMS.n * matrix.planes * shape.output_blocks))
         c0 = _residues(request, (2, PARAMS.n, shape.input_blocks))
