@@ -84,6 +84,8 @@ class Check:
 
 def chi_square(counts: I64, shares: F64) -> float:
     """Pearson's test that ``counts`` fall on cells with these ``shares`` of the probability."""
+    if counts[shares == 0].any():
+        return 0.0
     counts, shares = counts[shares > 0], shares[shares > 0]
     expected = shares * counts.sum()
     return _chi_square_tail(float(((counts - expected) ** 2 / expected).sum()), counts.size - 1)
@@ -121,7 +123,8 @@ def correlation(a: U32, b: U32) -> float:
 def by_height(values: U32, modulus: int, cells: int) -> I64:
     """Counts over ``cells`` equal ranges of [0, modulus)."""
     cell = values.astype(np.uint64) * np.uint64(cells) // np.uint64(modulus)
-    return np.bincount(cell.astype(np.int64), minlength=cells).astype(np.int64)
+    # A value that is not below the modulus is another check's business.
+    return np.bincount(np.minimum(cell, cells - 1).astype(np.int64), minlength=cells).astype(np.int64)
 
 
 @cache
@@ -559,7 +562,7 @@ def _record(
 
 def _exactly(tokenizer: Any, text: str, count: int) -> list[int]:
     """The first ``count`` tokens of ``text``, repeated as often as needed."""
-    ids: list[int] = tokenizer(text)["input_ids"]
+    ids: list[int] = tokenizer(text, truncation=True, max_length=count)["input_ids"]
     if not ids:
         raise BundleError("the tokenizer makes no tokens of a plain English text")
     return (ids * math.ceil(count / len(ids)))[:count]

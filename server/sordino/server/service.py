@@ -184,7 +184,8 @@ class SordinoService(pb_grpc.SordinoServicer):
             raise RangeError("an element is not below p")
         start = time.perf_counter()
         data = matrix.matmul(rows).astype("<u4", copy=False).tobytes()
-        spent = int((time.perf_counter() - start) * 1e6)
+        # Never 0, which would not be sent: the size of an answer depends on its shape alone.
+        spent = max(1, int((time.perf_counter() - start) * 1e6))
         return pb.EvaluateResponse(id=request.id, data=data, compute_us=spent)
 
     def _masks(self, request: pb.ProvisionRequest, matrix: RingMatrix, weights64: torch.Tensor) -> pb.ProvisionResponse:
