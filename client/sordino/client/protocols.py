@@ -78,15 +78,15 @@ class MaskedProtocol:
             if check is not None:
                 dot_mod_p(check.c, u, expected)
 
-        y = self._stream.product(self._index[group.name], group, u, meanwhile=expect)
-        now = timings.lap("wait", now)
-        if check is not None:
-            try:
+        try:
+            y = self._stream.product(self._index[group.name], group, u, meanwhile=expect)
+            now = timings.lap("wait", now)
+            if check is not None:
                 verify_expected(group, check, expected, y)
-            except IntegrityError as error:
-                self._fail(error)
-                raise
-            now = timings.lap("verify", now)
+                now = timings.lap("verify", now)
+        except IntegrityError as error:
+            self._fail(error)
+            raise
         out = np.empty(y.shape, np.int32)
         unmask(y, wr, out)
         timings.lap("unmask", now)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from sordino.client.timings import Timings
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
-from sordino.shared.errors import ProtocolError, SessionLostError, TransportError
+from sordino.shared.errors import IntegrityError, ProtocolError, SessionLostError, TransportError
 from sordino.shared.manifest import GroupSpec, ModelManifest
 from sordino.shared.transport import DEFAULT_MAX_MESSAGE_BYTES, ENVELOPE_BYTES, channel_options, error_of
 
@@ -190,6 +190,7 @@ class EvaluationStream:
 
         Raises:
             SessionLostError: the server stayed away for ``retry_s``.
+            IntegrityError: the answer is of another request, or of another size than was asked for.
             SordinoError: the server refused the request.
         """
         with self._lock:
@@ -245,7 +246,7 @@ class EvaluationStream:
                 while pending:
                     answer = self._read(call)
                     if answer.id != pending[0].id:
-                        raise ProtocolError("the server answered out of order")
+                        raise IntegrityError("the server answered out of order")
                     traffic.count("online", down=answer.ByteSize())
                     timings["server"] = timings.get("server", 0.0) + answer.compute_us / 1e6
                     answers.append(answer)
