@@ -201,7 +201,7 @@ class EvaluationStream:
         parts = []
         for message, answer in zip(messages, answers, strict=True):
             if len(answer.data) != 4 * message.rows * group.out_features:
-                raise ProtocolError(
+                raise IntegrityError(
                     f"group {group.name!r}: the answer has {len(answer.data)} bytes for {message.rows} rows"
                 )
             parts.append(np.frombuffer(answer.data, dtype="<u4").reshape(message.rows, group.out_features))
