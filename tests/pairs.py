@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grpc
 import models
 
 from sordino.client import Connected, connect
-from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
+from sordino.server.app import ServerConfig, build_server
 from sordino.server.service import Limits, SordinoService
 from sordino.server.store import MatrixStore
-from sordino.shared.transport import channel_options
 
 
 class InProcessServer:
-    """The real service on a loopback port, on an event loop of its own thread."""
+    """The real server on a loopback port, in threads of this process."""
 
     def __init__(self, bundle: Path) -> None:
-        self._store = MatrixStore(bundle)
-        self._loop = asyncio.new_event_loop()
-        self._started = threading.Event()
-        self._stop = asyncio.Event()
-        self.port = 0
-        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()), daemon=True)
-        self._thread.start()
-        assert self._started.wait(30)
-
-    async def _serve(self) -> None:
-        limits = Limits()
-        service = SordinoService(self._store, limits, allow_clear=True)
-        server = grpc.aio.server(options=channel_options(limits.max_message_bytes))
-        pb_grpc.add_SordinoServicer_to_server(service, server)
-        self.port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        self._started.set()
-        await self._stop.wait()
-        await server.stop(0)
-        service.close()
+        service = SordinoService(MatrixStore(bundle), Limits(), allow_clear=True)
+        self._server, _ = build_server(service, ServerConfig(bundle=bundle, tls=None, tokens=None))
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self._server.start()
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(20)
-        self._loop.close()
+        self._server.stop(0).wait(20)
 
 
 class Pair(NamedTuple):

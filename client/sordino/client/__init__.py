@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import sordino.shared.grpc_settings  # noqa: F401 - before grpc is imported
+
 if TYPE_CHECKING:
     from sordino.client.session import Connected, Session, connect
 

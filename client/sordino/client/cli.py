@@ -165,8 +165,6 @@ def connected(
     **more: Any,
 ) -> Iterator[Connected]:
     """:func:`sordino.client.connect` with progress bars; closes the session at the end."""
-    # Idle OpenMP threads that spin take the core that a server on this machine needs.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from sordino.client.session import connect
 
     try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from sordino.shared.transport import channel_options
 
 log = logging.getLogger(__name__)
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sordino"].full_name
+_SPARE_WORKERS = 16
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 
@@ -57,8 +59,8 @@ class ServerConfig:
             )
 
 
-async def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
-    """Serves until SIGTERM or SIGINT, then drains and returns.
+def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
+    """Serves until SIGTERM or SIGINT, then drains and returns. Call it from the main thread.
 
     Args:
         ready: called once with the port, when requests are answered.
@@ -66,39 +68,46 @@ async def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
     Raises:
         SordinoError: the bundle is damaged, or the port cannot be had.
     """
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
     store = MatrixStore(config.bundle, config.device)
     log.info("%d groups on %s by %s", len(store.matrices), store.device, store.kernel.name)
     service = SordinoService(store, config.limits, allow_clear=config.allow_clear)
-    interceptors: list[grpc.aio.ServerInterceptor] = [DecodingInterceptor(SERVICE_NAME)]
+    server, checks = build_server(service, config)
+    port = _listen(server, config)
+    server.start()
+    for name in ("", SERVICE_NAME):
+        checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+    ready(port)
+    stop.wait()
+    log.info("draining: no new streams, at most %.0f s for the running ones", config.grace_s)
+    checks.enter_graceful_shutdown()
+    stopped = server.stop(config.grace_s)
+    service.drain()
+    stopped.wait()
+
+
+def build_server(service: SordinoService, config: ServerConfig) -> tuple[grpc.Server, health.HealthServicer]:
+    """The gRPC server, not listening yet: one thread a stream, and room beside them for health and short calls."""
+    workers = config.limits.max_streams + config.limits.max_provisioning + _SPARE_WORKERS
+    interceptors: list[grpc.ServerInterceptor] = [DecodingInterceptor(SERVICE_NAME)]
     if config.tokens:
         interceptors.append(TokenInterceptor(TokenFile(config.tokens)))
-    server = grpc.aio.server(
+    server = grpc.server(
+        ThreadPoolExecutor(workers, thread_name_prefix="call"),
         interceptors=interceptors,
         options=[*channel_options(config.limits.max_message_bytes), ("grpc.so_reuseport", 0)],
+        maximum_concurrent_rpcs=workers,  # over it a call is refused at once; it never waits unseen
     )
-    checks = health.aio.HealthServicer()
+    checks = health.HealthServicer()
     pb_grpc.add_SordinoServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    port = _listen(server, config)
-    await server.start()
-    for name in ("", SERVICE_NAME):
-        await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
-
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    ready(port)
-    await stop.wait()
-    log.info("draining: no new streams, at most %.0f s for the running ones", config.grace_s)
-    await checks.enter_graceful_shutdown()
-    service.drain()
-    await server.stop(config.grace_s)
-    service.close()
+    return server, checks
 
 
-def _listen(server: grpc.aio.Server, config: ServerConfig) -> int:
+def _listen(server: grpc.Server, config: ServerConfig) -> int:
     address = f"{config.host}:{config.port}"
     try:
         if config.tls is None:

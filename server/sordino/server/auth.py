@@ -11,10 +11,10 @@ import json
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import grpc
 
@@ -22,7 +22,7 @@ from sordino.shared.errors import AuthError
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
-    Context = grpc.aio.ServicerContext[Any, Any]
+    Context = grpc.ServicerContext
 ANONYMOUS: Final = "anonymous"
 _OPEN_SERVICES: Final = ("/grpc.health.v1.Health/",)
 
@@ -86,18 +86,18 @@ class TokenFile:
         return self._records
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):
+class TokenInterceptor(grpc.ServerInterceptor):
     """Refuses every call without a valid ``authorization: Bearer`` header, health checks excepted."""
 
     def __init__(self, tokens: TokenFile) -> None:
         self._tokens = tokens
 
-    async def intercept_service(
+    def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        handler = await continuation(handler_call_details)
+        handler = continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(_OPEN_SERVICES):
             return handler
         try:
@@ -130,12 +130,8 @@ def identity_of(context: Context) -> str:
 
 
 def _refusal(handler: Handler, text: str) -> Handler:
-    async def refuse(_: object, context: Context) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
-
-    async def refuse_stream(_: object, context: Context) -> AsyncIterator[None]:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
-        yield
+    def refuse(_: object, context: Context) -> NoReturn:
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -143,5 +139,4 @@ def _refusal(handler: Handler, text: str) -> Handler:
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[handler.request_streaming, handler.response_streaming]
-    behaviour = refuse_stream if handler.response_streaming else refuse
-    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+    return make(refuse, handler.request_deserializer, handler.response_serializer)

@@ -85,11 +85,6 @@ def serve(
     port_file: Annotated[Path | None, typer.Option(help="Write the port here when ready.")] = None,
 ) -> None:
     """Host a split model over gRPC."""
-    # An idle OpenMP team that spins takes the core that the other side needs; must be set before torch loads.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("KMP_BLOCKTIME", "0")
-    import asyncio
-
     import torch
 
     from sordino.server.app import ServerConfig
@@ -144,7 +139,7 @@ def serve(
             temporary.write_text(str(bound))
             temporary.replace(port_file)
 
-    asyncio.run(run(config, ready=ready))
+    run(config, ready=ready)
 
 
 def token(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 import grpc
 import numpy as np
@@ -42,11 +41,11 @@ from sordino.shared.transport import BUNDLE_CHUNK_BYTES, DEFAULT_MAX_MESSAGE_BYT
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-if TYPE_CHECKING:
-    Context = grpc.aio.ServicerContext[Any, Any]
+Context = grpc.ServicerContext
 
-# A product with fewer multiplications runs on the event loop: handing it to a thread costs more than it takes.
-_INLINE_PRODUCTS = 48_000_000
+# A product with fewer multiplications runs on one core: waking others costs more than they save, and small products of
+# several sessions then run side by side.
+_NARROW_PRODUCTS = 16_000_000
 _DRAINING = "the server is shutting down: try another replica, or again later"
 
 
@@ -74,21 +73,16 @@ class SordinoService(pb_grpc.SordinoServicer):
         self._store = store
         self._limits = limits
         self._protocols = [pb.PROTOCOL_MASKED, *([pb.PROTOCOL_CLEAR] if allow_clear else [])]
-        self._evaluate_pool = ThreadPoolExecutor(1, thread_name_prefix="evaluate")
-        self._provision_pool = ThreadPoolExecutor(1, thread_name_prefix="provision")
+        self._cores = torch.get_num_threads()
+        self._wide = threading.Lock()
+        self._lock = threading.Lock()
         self._open: Counter[tuple[str, str]] = Counter()
+        self._idle: set[Context] = set()
         self._draining = False
-        self._waiting: set[asyncio.Task[object]] = set()
-
-    def close(self) -> None:
-        self._evaluate_pool.shutdown(cancel_futures=True)
-        self._provision_pool.shutdown(cancel_futures=True)
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    async def GetManifest(  # noqa: N802 - gRPC's name
-        self, request: pb.GetManifestRequest, context: Context
-    ) -> pb.GetManifestResponse:
+    def GetManifest(self, request: pb.GetManifestRequest, context: Context) -> pb.GetManifestResponse:  # noqa: N802
         del request, context
         return pb.GetManifestResponse(
             manifest=self._store.manifest.to_json(),
@@ -97,63 +91,66 @@ class SordinoService(pb_grpc.SordinoServicer):
             version=version("sordino"),
         )
 
-    async def FetchFile(  # noqa: N802
-        self, request: pb.FetchFileRequest, context: Context
-    ) -> AsyncIterator[pb.FileChunk]:
-        async with _edge(context):
+    def FetchFile(self, request: pb.FetchFileRequest, context: Context) -> Iterator[pb.FileChunk]:  # noqa: N802
+        with _edge(context):
             path = self._store.client_file(request.name)
             if path is None:
                 raise UnknownGroupError("no such file in the client bundle")
             size = self._store.manifest.client_files[request.name].size
             if request.offset > size:
                 raise ProtocolError(f"offset {request.offset} is past the file's {size} bytes")
-            loop = asyncio.get_running_loop()
             with path.open("rb") as file:
                 file.seek(request.offset)
                 offset = request.offset
-                while data := await loop.run_in_executor(None, file.read, BUNDLE_CHUNK_BYTES):
+                while data := file.read(BUNDLE_CHUNK_BYTES):
                     yield pb.FileChunk(offset=offset, data=data)
                     offset += len(data)
 
-    async def Provision(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.ProvisionRequest], context: Context
-    ) -> AsyncIterator[pb.ProvisionResponse]:
-        async with _edge(context):
-            with self._admit(
-                "provisioning", context, self._limits.max_provisioning, self._limits.max_provisioning_per_identity
-            ):
-                weights: tuple[int, torch.Tensor] | None = None
-                async for request in self._until_drained(request_iterator):
-                    kind = request.WhichOneof("kind")
-                    matrix = self._matrix(request.group)
+    def Provision(  # noqa: N802
+        self, request_iterator: Iterator[pb.ProvisionRequest], context: Context
+    ) -> Iterator[pb.ProvisionResponse]:
+        limits = self._limits
+        with (
+            _edge(context),
+            self._admit("provisioning", context, limits.max_provisioning, limits.max_provisioning_per_identity),
+        ):
+            weights: tuple[int, torch.Tensor] | None = None
+            for request in self._until_drained(request_iterator, context):
+                kind = request.WhichOneof("kind")
+                matrix = self._matrix(request.group)
+                with self._all_cores():
                     if kind == "masks":
                         if weights is None or weights[0] != request.group:
                             weights = (request.group, matrix.weights.to(torch.float64))
-                        yield await self._run(self._provision_pool, self._masks, request, matrix, weights[1])
+                        response = self._masks(request, matrix, weights[1])
                     elif kind == "check":
-                        yield await self._run(self._provision_pool, self._checks, request, matrix)
+                        response = self._checks(request, matrix)
                     else:
                         raise ProtocolError("a provisioning request holds masks or check vectors, this one neither")
+                yield response
 
-    async def Evaluate(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.EvaluateRequest], context: Context
-    ) -> AsyncIterator[pb.EvaluateResponse]:
-        async with _edge(context):
-            with self._admit("evaluation", context, self._limits.max_streams, self._limits.max_streams_per_identity):
-                opened = False
-                async for request in self._until_drained(request_iterator):
-                    if not opened:
-                        self._check_open(request)
-                        opened = True
-                        yield pb.EvaluateResponse(id=request.id)
-                        continue
-                    if request.HasField("open"):
-                        raise ProtocolError("`open` belongs on the first message of a stream only")
-                    matrix = self._matrix(request.group)
-                    if request.rows * matrix.in_features * matrix.out_features < _INLINE_PRODUCTS:
-                        yield self._product(request, matrix)
-                    else:
-                        yield await self._run(self._evaluate_pool, self._product, request, matrix)
+    def Evaluate(  # noqa: N802
+        self, request_iterator: Iterator[pb.EvaluateRequest], context: Context
+    ) -> Iterator[pb.EvaluateResponse]:
+        limits = self._limits
+        with _edge(context), self._admit("evaluation", context, limits.max_streams, limits.max_streams_per_identity):
+            torch.set_num_threads(1)  # of this thread's products
+            opened = False
+            for request in self._until_drained(request_iterator, context):
+                if not opened:
+                    self._check_open(request)
+                    opened = True
+                    yield pb.EvaluateResponse(id=request.id)
+                    continue
+                if request.HasField("open"):
+                    raise ProtocolError("`open` belongs on the first message of a stream only")
+                matrix = self._matrix(request.group)
+                if request.rows * matrix.in_features * matrix.out_features < _NARROW_PRODUCTS:
+                    yield self._product(request, matrix)
+                else:
+                    with self._all_cores():
+                        response = self._product(request, matrix)
+                    yield response
 
     # -- one request -------------------------------------------------------------------------------------------------
 
@@ -176,7 +173,7 @@ class SordinoService(pb_grpc.SordinoServicer):
         expected = 4 * request.rows * matrix.in_features
         if not request.rows or len(request.data) != expected:
             raise ProtocolError(
-                f"{len(request.data)} bytes for {request.rows} rows of {matrix.in_features} elements, expected {expected}"
+                f"{len(request.data)} bytes for {request.rows} rows of {matrix.in_features}, expected {expected}"
             )
         self._bound_answer(4 * request.rows * matrix.out_features)
         rows = np.frombuffer(request.data, dtype="<u4").reshape(request.rows, matrix.in_features)
@@ -222,50 +219,53 @@ class SordinoService(pb_grpc.SordinoServicer):
 
     @contextmanager
     def _admit(self, what: str, context: Context, total: int, per_identity: int) -> Iterator[None]:
-        identity = identity_of(context)
-        key = (what, identity)
-        if self._draining:
-            raise TransportError(_DRAINING)
-        if sum(count for (kind, _), count in self._open.items() if kind == what) >= total:
-            raise LimitError(f"the server has its {total} {what} streams: try again later")
-        if self._open[key] >= per_identity:
-            raise LimitError(f"this token has its {per_identity} {what} streams: close one first")
-        self._open[key] += 1
+        key = (what, identity_of(context))
+        with self._lock:
+            if self._draining:
+                raise TransportError(_DRAINING)
+            if sum(count for (kind, _), count in self._open.items() if kind == what) >= total:
+                raise LimitError(f"the server has its {total} {what} streams: try again later")
+            if self._open[key] >= per_identity:
+                raise LimitError(f"this token has its {per_identity} {what} streams: close one first")
+            self._open[key] += 1
         try:
             yield
         finally:
-            self._open[key] -= 1
-            if not self._open[key]:
-                del self._open[key]
+            with self._lock:
+                self._open[key] -= 1
+                if not self._open[key]:
+                    del self._open[key]
 
-    async def _until_drained(self, requests: AsyncIterator[T]) -> AsyncIterator[T]:
+    def _until_drained(self, requests: Iterator[T], context: Context) -> Iterator[T]:
         """Requests until the client ends or the server drains; what was asked before is still answered."""
-        task = asyncio.current_task()
-        iterator = requests.__aiter__()
-        while task is not None and not self._draining:
-            self._waiting.add(task)
-            try:
-                request = await iterator.__anext__()
-            except StopAsyncIteration:
-                return
-            except asyncio.CancelledError:
-                if not self._draining:
-                    raise
-                task.uncancel()
-                break
-            finally:
-                self._waiting.discard(task)
-            yield request
+        try:
+            while not self._draining:
+                self._idle.add(context)
+                request = next(requests, None)
+                self._idle.discard(context)
+                if request is None:
+                    return
+                yield request
+        finally:
+            self._idle.discard(context)
         raise TransportError(_DRAINING)
 
     def drain(self) -> None:
-        """Refuses new streams, ends the idle ones; those with a request under way answer it first."""
-        self._draining = True
-        for task in self._waiting:
-            task.cancel()
+        """Refuses new streams and ends the idle ones; those with a request under way answer it first."""
+        with self._lock:
+            self._draining = True
+        for context in list(self._idle):
+            context.cancel()
 
-    async def _run(self, pool: ThreadPoolExecutor, function: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+    @contextmanager
+    def _all_cores(self) -> Iterator[None]:
+        """One wide product at a time, on all cores; afterwards this thread is back to one."""
+        with self._wide:
+            torch.set_num_threads(self._cores)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(1)
 
 
 def _residues(request: pb.ProvisionRequest, shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
@@ -280,17 +280,17 @@ class _edge:  # noqa: N801 - used like a function
     def __init__(self, context: Context) -> None:
         self._context = context
 
-    async def __aenter__(self) -> None:
+    def __enter__(self) -> None:
         return None
 
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, DecodeError):
-            await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, MALFORMED)
+            self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, MALFORMED)
         elif isinstance(error, SordinoError):
             self._context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
             if isinstance(error, BundleError):
                 log.error("bundle: %s", error)
-            await self._context.abort(status_of(error), str(error))
-        elif isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+            self._context.abort(status_of(error), str(error))
+        elif isinstance(error, Exception) and self._context.is_active():
             log.error("internal error: %s", type(error).__name__, exc_info=True)
-            await self._context.abort(grpc.StatusCode.INTERNAL, "internal error, see the server's log")
+            self._context.abort(grpc.StatusCode.INTERNAL, "internal error, see the server's log")

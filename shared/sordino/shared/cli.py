@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -38,6 +39,8 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """Entry point of the ``sordino`` command; a Sordino error ends it with one line and exit code 1."""
+    # An idle OpenMP team that spins takes the core that the other side needs; read once, when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         build()()

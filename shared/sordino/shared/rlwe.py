@@ -81,8 +81,8 @@ class RlweParams:
         """Largest ||W_i||_2 for which a coefficient of sum_j W_ij ct_j fails to decode with probability < 2^-64.
 
         The noise is sum_j W_ij (e_j + d_j): e_j centred binomial, sub-Gaussian with variance proxy eta/2 (Hoeffding's
-        lemma on each of the 2*eta bits, each of width 1: proxy 2*eta/4), d_j the encoder's rounding, |d_j| <= 1/2 (proxy
-        1/4). So P(|noise| > t) <= 2 exp(-t^2 / (2 (eta/2 + 1/4) ||W_i||^2)).
+        lemma on each of the 2*eta bits, each of width 1: proxy 2*eta/4), d_j the encoder's rounding, |d_j| <= 1/2
+        (proxy 1/4). So P(|noise| > t) <= 2 exp(-t^2 / (2 (eta/2 + 1/4) ||W_i||^2)).
         """
         return self.budget / math.sqrt(2 * (self.eta / 2 + 0.25) * math.log(2) * (1 - FAILURE_LOG2))
 
