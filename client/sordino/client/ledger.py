@@ -10,11 +10,12 @@ All copies of a pool on one host share its ledger entry, so a copy, or an older 
 the furthest of them stopped. A batch that the entry does not list counts as used up, so that entries may be pruned.
 
 Refused (:class:`PoolForeignError`): a pool without an entry here; an entry or a pool made on another machine (machine
-id, host secret); an entry that is not the very file this host wrote (it names its own inode, so a ledger restored from
-a backup or copied is noticed, unless the inode number happens to be the same).
+id, host secret); an entry that is not the very file this host wrote: it holds its own inode and generation number, so
+a ledger that was copied, or restored from a backup, is noticed.
 
 What no file can stop, since nothing in the files differs: a virtual machine or a file system rolled back to a snapshot
-as a whole, and a clone of the whole machine that keeps the machine id. After either, delete the pools.
+as a whole, and a clone of the whole machine that keeps the machine id. After either, delete the pools. Where the file
+system tells no generation number, a restored ledger can also get its old inode number and pass.
 
 Files are for POSIX systems; ``flock`` on a network file system is only as good as that file system.
 """
@@ -22,6 +23,7 @@ Files are for POSIX systems; ``flock`` on a network file system is only as good 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -32,6 +34,7 @@ import platform
 import re
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,6 +49,7 @@ FILE_MODE: Final = 0o600
 DIR_MODE: Final = 0o700
 _LOCK_TIMEOUT_S: Final = 60.0
 _FORMAT: Final = 1
+_HANDLE_BYTES: Final = 128  # MAX_HANDLE_SZ
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ID: Final = re.compile(r"^[0-9a-f]{32}$")
 
@@ -155,6 +159,29 @@ def remove(path: Path, *, overwrite: bool = False) -> None:
         path.unlink()
 
 
+def file_identity(path: Path) -> str:
+    """Inode and, on Linux where the file system has one, the generation that tells apart two files that had the inode.
+
+    The generation is part of the file handle of name_to_handle_at(2), which lasts over reboots (NFS servers need that).
+    """
+    identity = str(path.stat().st_ino)
+    if sys.platform == "linux":
+        handle = _FileHandle(_HANDLE_BYTES, 0)
+        mount = ctypes.c_int()
+        libc = ctypes.CDLL(None, use_errno=True)
+        known = getattr(libc, "name_to_handle_at", None)
+        name = os.fsencode(path.absolute())
+        if known is not None and known(-1, name, ctypes.byref(handle), ctypes.byref(mount), 0) == 0:
+            identity += f"-{handle.kind}-{bytes(handle.handle[: handle.size]).hex()}"
+    return identity
+
+
+class _FileHandle(ctypes.Structure):
+    """struct file_handle of <fcntl.h>."""
+
+    _fields_ = (("size", ctypes.c_uint), ("kind", ctypes.c_int), ("handle", ctypes.c_ubyte * _HANDLE_BYTES))
+
+
 @dataclass(frozen=True, slots=True)
 class Staged:
     """A new version of a file, durable under another name; nothing has changed until :meth:`publish`."""
@@ -181,12 +208,12 @@ class Staged:
         self.temp.unlink(missing_ok=True)
 
 
-def stage(target: Path, content: bytes | Callable[[int], bytes]) -> Staged:
-    """Writes a file beside ``target`` and syncs it. ``content`` may be a function of the new file's inode number."""
+def stage(target: Path, content: bytes | Callable[[str], bytes]) -> Staged:
+    """Writes a file beside ``target`` and syncs it. ``content`` may be a function of the new :func:`file_identity`."""
     temp = target.with_name(f"{target.name}.{secrets.token_hex(6)}.tmp")
     fd = open_private(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        write_all(fd, content if isinstance(content, bytes) else content(os.fstat(fd).st_ino), 0)
+        write_all(fd, content if isinstance(content, bytes) else content(file_identity(temp)), 0)
         sync(fd)
     except BaseException:
         temp.unlink(missing_ok=True)
@@ -263,7 +290,7 @@ class Ledger:
         """
         try:
             raw = read_private(self._entry(pool_id))
-            inode = self._entry(pool_id).stat().st_ino
+            identity = file_identity(self._entry(pool_id))
             expected = self._tag(pool_id)
         except FileNotFoundError:
             raise _foreign("this host has no record of which of its masks were used") from None
@@ -275,16 +302,16 @@ class Ledger:
         entry = json.loads(body)
         if entry["format"] != _FORMAT or entry["pool"] != pool_id:
             raise _foreign("the record of its used masks belongs to another pool or release")
-        if entry["inode"] != inode:
+        if entry["file"] != identity:
             raise _foreign("the record of its used masks was copied or restored, and may be out of date")
         return {name: Mark(used, chunks) for name, (used, chunks) in entry["marks"].items()}
 
     def stage_marks(self, pool_id: str, marks: dict[str, Mark]) -> Staged:
         """A new version of a pool's entry, not in force before it is published."""
 
-        def content(inode: int) -> bytes:
+        def content(identity: str) -> bytes:
             listed = {name: (mark.used, mark.chunks) for name, mark in marks.items()}
-            entry = {"format": _FORMAT, "pool": pool_id, "inode": inode, "marks": listed}
+            entry = {"format": _FORMAT, "pool": pool_id, "file": identity, "marks": listed}
             body = json.dumps(entry, sort_keys=True).encode()
             return body + b"\n" + self._mac(body)
 
