@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from sordino.client.pool import MaskPool
 from sordino.shared.errors import PoolExhaustedError
 from sordino.shared.manifest import GroupSpec, MemberSpec, ModelManifest
@@ -87,7 +88,7 @@ def child_take(path: Path, state: Path, log: Path, seed: int, options: dict[str,
     import sordino.client.pool
     import sordino.client.poolstore
 
-    random_ = random.Random(seed)  # noqa: S311
+    random_ = random.Random(seed)
     if crash := options.get("crash"):
         step, left = crash
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pool_tools import assert_no_repeats, child_take, manifest, read_log, take_checked
+from pool_tools import assert_no_repeats, child_take, fill, manifest, read_log, take_checked
+
 from sordino.client.pool import MaskPool
 
 STEPS = [
@@ -93,8 +94,6 @@ def test_crash_at_a_step(step: str, tmp_path: Path, start: Callable[..., BasePro
 
 def test_processes_and_a_copy_share_one_pool(tmp_path: Path, start: Callable[..., BaseProcess]) -> None:
     pool, state, log = tmp_path / "pool", tmp_path / "state", tmp_path / "log"
-    from pool_tools import fill
-
     with MaskPool.create(pool, manifest(), state_dir=state) as made:
         fill(made, 2048)
     shutil.copytree(pool, tmp_path / "copy")
