@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -44,6 +45,11 @@ class Contestant:
         self.ids: list[list[int]] = []
         self.spent: dict[str, float] = {}
         self.decoded = 0
+
+    @classmethod
+    def like(cls, other: Contestant) -> Contestant:
+        """The same way to generate, with nothing measured yet."""
+        return cls(other._model, other._inputs, other._tokens, other._tokenizer, other._link)
 
     def answer(self, counters: Callable[[], dict[str, float]], *, count: bool) -> None:
         """One greedy answer of exactly ``tokens`` tokens; kept unless it is for warming up."""
@@ -198,6 +204,8 @@ def run_decode(
         for turn in track(range(repeats + 1), description="answers", console=console, transient=True):
             for contestant in contestants.values():
                 contestant.answer(counters, count=turn > 0)
+        if "masked" in contestants:
+            result["sustained"] = _sustained(contestants["masked"], links["masked"], counters, batch)
         result["server_rss_mib"] = round(server.memory_info().rss / 2**20, 1)
     result["linear_cpu_ms_per_token"] = _linear_cpu(manifest)
     _compare(result, contestants, manifest)
@@ -205,6 +213,33 @@ def run_decode(
         json_path.write_text(json.dumps(result, indent=1) + "\n")
     _show(result, console)
     return result
+
+
+def _sustained(
+    masked: Contestant, link: Connected, counters: Callable[[], dict[str, float]], batch: int
+) -> dict[str, float]:
+    """Decoding while a batch of masks is made beside it, and what follows for decoding without end.
+
+    In the steady state a share f of the time goes by with a refill running: it makes M masks a second, and tokens take
+    Tb then and Ti otherwise; masks made equal masks used when f M = f/Tb + (1-f)/Ti.
+    """
+    idle = statistics.median(masked.tpot)
+    beside = Contestant.like(masked)
+    start = time.perf_counter()
+    refill = threading.Thread(target=link.session.provision)
+    refill.start()
+    while refill.is_alive():
+        beside.answer(counters, count=True)
+    seconds = time.perf_counter() - start
+    busy = statistics.median(beside.tpot)
+    made, while_busy, otherwise = batch / seconds, 1e3 / busy, 1e3 / idle
+    share = min(1.0, otherwise / max(made - while_busy + otherwise, 1e-9))
+    return {
+        "tpot_ms_p50_during_refill": round(busy, 2),
+        "refill_seconds_per_batch": round(seconds, 1),
+        "share_of_time_refilling": round(share, 3),
+        "tpot_ms": round(1e3 / (share * while_busy + (1 - share) * otherwise), 2),
+    }
 
 
 def _compare(result: dict[str, Any], contestants: dict[str, Contestant], manifest: ModelManifest) -> None:
@@ -230,6 +265,10 @@ def _compare(result: dict[str, Any], contestants: dict[str, Contestant], manifes
             server = figures["server_cpu_ms_per_token"] + made["cpu_ms_per_token"]["server"]
             fp32 = result["linear_cpu_ms_per_token"]["fp32"]
             figures["server_cpu_ratio_vs_fp32_with_provisioning"] = round(server / fp32, 3)
+            figures["sustained_tpot_ms"] = result["sustained"]["tpot_ms"]
+            if reference is not None:
+                ratio = result["sustained"]["tpot_ms"] / statistics.median(reference.tpot)
+                figures["sustained_tpot_ratio_vs_reference"] = round(ratio, 3)
         result["protocols"][name] = figures
 
 
@@ -306,6 +345,8 @@ def _show(result: dict[str, Any], console: Console) -> None:
     for key in (
         "tpot_ms_p50",
         "tpot_ratio_vs_reference",
+        "sustained_tpot_ms",
+        "sustained_tpot_ratio_vs_reference",
         "ttft_ms",
         "tokens_equal_clear",
         "online_bytes_per_token",
