@@ -168,6 +168,7 @@ def run_decode(
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sordino-bench-")))
         target, ca, token, server = stack.enter_context(server_process(bundle, work / "server", allow_clear=True))
+        loaded = server.memory_info().rss
         links: dict[str, Connected] = {}
         for name in protocols:
             before = cpu_seconds(server), cpu_seconds(me), time.perf_counter()
@@ -206,7 +207,7 @@ def run_decode(
                 contestant.answer(counters, count=turn > 0)
         if "masked" in contestants:
             result["sustained"] = _sustained(contestants["masked"], links["masked"], counters, batch)
-        result["server_rss_mib"] = round(server.memory_info().rss / 2**20, 1)
+        result["server_memory"] = _memory(manifest, loaded, server.memory_info().rss)
     result["linear_cpu_ms_per_token"] = _linear_cpu(manifest)
     _compare(result, contestants, manifest)
     if json_path:
@@ -285,6 +286,19 @@ def _provisioning(link: Connected, slots: int, before: tuple[float, ...], after:
         "bytes_per_token": round((traffic.up["provision"] + traffic.down["provision"] - plan.check_bytes) / slots),
         "cpu_ms_per_token": {"server": round(1e3 * server / slots, 2), "client": round(1e3 * client / slots, 2)},
         "note": "CPU includes connecting, the check vectors, and fetching the bundle where it was not cached",
+    }
+
+
+def _memory(manifest: ModelManifest, loaded: int, at_end: int) -> dict[str, float]:
+    """Resident memory of the server above a process that has only imported it, against the int8 weights."""
+    code = "import sordino.server.app, psutil; print(psutil.Process().memory_info().rss)"
+    bare = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    weights = sum(group.planes * group.out_features * group.in_features for group in manifest.groups)
+    return {
+        "bare_mib": round(bare / 2**20, 1),
+        "int8_weights_mib": round(weights / 2**20, 1),
+        "ratio_when_ready": round((loaded - bare) / weights, 3),
+        "ratio_at_the_end": round((at_end - bare) / weights, 3),
     }
 
 
