@@ -72,7 +72,7 @@ class RemoteGroup:
         rows = x.detach().reshape(-1, self._spec.in_features).to(device="cpu", dtype=torch.float32).contiguous().numpy()
         count = rows.shape[0]
         if not count:
-            return [x.new_empty((*x.shape[:-1], member.out_features)) for member in self._spec.members]
+            raise RangeError(f"the input of {self._spec.name!r} has no rows: the prompt is empty, nothing was sent")
         start = time.perf_counter()
         quantised = np.empty(rows.shape, np.int32)
         scale = np.empty(count, np.float64)

@@ -176,9 +176,10 @@ def test_range_error_names_the_group_and_no_value(bad: float) -> None:
     assert local.asked == 1, "the members of a group share one product"
 
 
-def test_no_rows_ask_nothing() -> None:
+def test_no_rows_are_an_error_and_ask_nothing() -> None:
     group, spec, local, _, _ = remote_group()
-    assert parts_of(group, spec, torch.empty(2, 0, spec.in_features)).shape == (2, 0, 32)
+    with pytest.raises(RangeError, match="prompt is empty"):
+        group.part(0, torch.empty(2, 0, spec.in_features))
     assert local.asked == 0
 
 
