@@ -19,6 +19,9 @@ from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import SessionLostError
 
 TOKENS = 6
+# Of a stream that a draining server ends: between two requests it can only be cancelled. A client takes both for a
+# server that went away, and retries.
+ENDED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +127,7 @@ def test_restarted_between_two_messages(mortal: ServerProcess, tmp_path: Path, n
 
 def test_server_that_stays_away(bundles: Callable[..., Path], tmp_path: Path) -> None:
     with ServerProcess(bundles("llama"), tmp_path / "server") as server:
-        connected = connect_to(server, tmp_path, retry_s=1)
+        connected = connect_to(server, tmp_path, retry_s=4)
         with connected.session:
             undisturbed = answer(connected, tokens=2)
             server.kill()
@@ -186,7 +189,7 @@ def test_drain_in_the_middle_of_a_stream(mortal: ServerProcess) -> None:
     threading.Timer(15, drained.set).start()
     answers, status, details = send_raw(mortal, "Evaluate", requests())
     drained.set()
-    assert status is grpc.StatusCode.UNAVAILABLE, details
+    assert status in ENDED, details
     # What was asked before is answered, in order and whole.
     parsed = [pb.EvaluateResponse.FromString(raw) for raw in answers]
     assert [response.id for response in parsed] == list(range(1, len(parsed) + 1))
@@ -210,7 +213,7 @@ def test_drain_ends_idle_streams_at_once(mortal: ServerProcess) -> None:
     started = time.monotonic()
     answers, status, details = send_raw(mortal, "Evaluate", requests())
     held.set()
-    assert (status, len(answers) <= 1) == (grpc.StatusCode.UNAVAILABLE, True), details
+    assert (status in ENDED, len(answers) <= 1) == (True, True), f"{status}: {details}"
     assert mortal.wait() == 0
     assert time.monotonic() - started < 8, "an idle stream held the server up until the grace was over"
     mortal.restart()

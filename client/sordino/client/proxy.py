@@ -42,7 +42,6 @@ _OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.use_local_subchannel_pool", 1),
     # A server that comes back is found at once: the wait that counts is the client's.
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.so_reuseport", 0),
 ]

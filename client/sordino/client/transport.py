@@ -326,6 +326,8 @@ def _channel(target: str, ca: Path | None) -> grpc.Channel:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     address = f"{host}:{parts.port or DEFAULT_PORT}"
     options: list[tuple[str, int]] = channel_options(_MAX_MESSAGE + ENVELOPE_BYTES)
+    # gRPC by itself waits up to two minutes between attempts to connect, whatever is asked of the channel meanwhile.
+    options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
     loopback = parts.hostname in ("localhost", "127.0.0.1", "::1")
     if loopback:
         # A proxy of the environment cannot reach this machine's own loopback.
