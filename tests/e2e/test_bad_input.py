@@ -23,7 +23,15 @@ from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.server.auth import TokenFile
 from sordino.server.store import MatrixStore
 from sordino.server.tls import make_certificates
-from sordino.shared.errors import AuthError, BundleError, FingerprintError, PoolError, ProtocolError, TransportError
+from sordino.shared.errors import (
+    AuthError,
+    BundleError,
+    FingerprintError,
+    HandshakeError,
+    PoolError,
+    ProtocolError,
+    TransportError,
+)
 from sordino.shared.manifest import ModelManifest
 from sordino.shared.ring import P
 
@@ -277,8 +285,10 @@ def test_expired_token(server: ServerProcess) -> None:
 
 def test_wrong_ca(server: ServerProcess, tmp_path: Path) -> None:
     other = make_certificates(tmp_path / "other", ["localhost"])
-    with pytest.raises(TransportError, match="not signed by the CA"):
-        _connection(server, ca=other.ca)
+    started = time.monotonic()
+    with pytest.raises(HandshakeError, match="not signed by the CA"):
+        _connection(server, ca=other.ca, retry_s=60)
+    assert time.monotonic() - started < 15, "a wrong CA does not become the right one by waiting"
     assert server.serves()
 
 
@@ -297,8 +307,8 @@ def test_plain_text_to_a_tls_port(server: ServerProcess) -> None:
 
 
 def test_tls_to_a_plain_text_port(server: ServerProcess) -> None:
-    with RecordingProxy(server.target, ca=server.ca) as proxy, pytest.raises(TransportError, match="without TLS"):
-        _connection(server, target=f"grpcs://127.0.0.1:{proxy.port}")
+    with RecordingProxy(server.target, ca=server.ca) as proxy, pytest.raises(HandshakeError, match="without TLS"):
+        _connection(server, target=f"grpcs://127.0.0.1:{proxy.port}", retry_s=60)
 
 
 def test_nothing_listens(server: ServerProcess) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from sordino.client.timings import Timings
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
-from sordino.shared.errors import IntegrityError, ProtocolError, SessionLostError, TransportError
+from sordino.shared.errors import HandshakeError, IntegrityError, ProtocolError, SessionLostError, TransportError
 from sordino.shared.manifest import GroupSpec, ModelManifest
 from sordino.shared.transport import DEFAULT_MAX_MESSAGE_BYTES, ENVELOPE_BYTES, channel_options, error_of
 
@@ -148,6 +148,8 @@ class Connection:
                     return attempt()
                 except grpc.RpcError as error:
                     raise error_of(error) from None
+            except HandshakeError:
+                raise
             except TransportError:
                 pause = _BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)]
                 if time.monotonic() + pause > deadline:

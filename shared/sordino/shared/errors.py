@@ -10,7 +10,8 @@
     │   └── UnknownGroupError   a request names a group that the bundle does not have
     ├── LimitError              a request is over a stated limit
     ├── AuthError               token missing, wrong or expired
-    ├── TransportError          the peer cannot be reached, or the TLS handshake failed
+    ├── TransportError          the peer cannot be reached
+    │   ├── HandshakeError      it was, but TLS or the protocol do not fit: trying again does not help
     │   └── SessionLostError    the stream broke and retrying did not bring it back
     ├── IntegrityError          the server's answer fails the check of its own matrix (§4.4)
     ├── FingerprintError        the server holds other weights than the pool or the caller expects
@@ -58,6 +59,10 @@ class AuthError(SordinoError):
 
 
 class TransportError(SordinoError):
+    pass
+
+
+class HandshakeError(TransportError):
     pass
 
 

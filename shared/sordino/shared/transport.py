@@ -44,34 +44,41 @@ def error_of(call: grpc.RpcError) -> SordinoError:
     if named is not None:
         return named(details)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return errors.TransportError(_explain(details))
+        return _unreachable(details)
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return errors.AuthError(details)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.LimitError(details)
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return errors.TransportError(f"the peer does not speak this protocol: is it a Sordino server? ({details})")
+        return errors.HandshakeError(f"the peer does not speak this protocol: is it a Sordino server? ({details})")
     return errors.ProtocolError(f"{code.name}: {details}")
 
 
-def _explain(details: str) -> str:
-    """Adds what to do to the handshake failures that users meet; gRPC's own words stay behind it."""
-    text = details.lower()
-    hints = (
-        ("certificate_verify_failed", "the server's certificate is not signed by the CA given: pass the right --ca"),
-        ("certificate verify failed", "the server's certificate is not signed by the CA given: pass the right --ca"),
-        ("hostname", "the server's certificate is for another host name"),
-        ("wrong version number", "TLS was spoken to a port without TLS: use grpc:// for a server started --insecure"),
-        ("wrong_version_number", "TLS was spoken to a port without TLS: use grpc:// for a server started --insecure"),
-        ("proxy", "a proxy is set in the environment: add the host to no_proxy"),
-        (
-            "socket closed",
-            "the connection closed: no TLS where the server wants it (use grpcs://), or the server stopped",
-        ),
-        ("connection refused", "nothing listens there: is the server running, is the port right?"),
-    )
-    hint = next((hint for key, hint in hints if key in text), "the server cannot be reached")
-    return f"{hint} [{details}]"
+_BAD_CERTIFICATE: Final = "the server's certificate is not signed by the CA given: pass the right --ca"
+_NO_TLS: Final = "TLS was spoken to a port without TLS: use grpc:// for a server started --insecure"
+# What gRPC's text contains, what to do about it, and whether the same attempt could succeed later.
+_HINTS: Final = (
+    ("certificate_verify_failed", _BAD_CERTIFICATE, False),
+    ("certificate verify failed", _BAD_CERTIFICATE, False),
+    ("hostname", "the server's certificate is for another host name", False),
+    ("wrong version number", _NO_TLS, False),
+    ("wrong_version_number", _NO_TLS, False),
+    ("proxy", "a proxy is set in the environment: add the host to no_proxy", True),
+    (
+        "socket closed",
+        "the connection closed: no TLS where the server wants it (use grpcs://), or the server stopped",
+        True,
+    ),
+    ("connection refused", "nothing listens there: is the server running, is the port right?", True),
+)
+
+
+def _unreachable(details: str) -> errors.TransportError:
+    """Says what to do about the failures that users meet; gRPC's own words stay behind it."""
+    for key, hint, passing in _HINTS:
+        if key in details.lower():
+            return (errors.TransportError if passing else errors.HandshakeError)(f"{hint} [{details}]")
+    return errors.TransportError(f"the server cannot be reached [{details}]")
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
