@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 
 import typer
 from rich.console import Console
@@ -61,18 +61,25 @@ def generate(
     seal: Seal = False,
     batch: Batch = 2048,
     protocol: Annotated[str, typer.Option(help="masked, or clear (hides nothing; for tests).")] = "masked",
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 256,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Longest answer; it also ends at the model's last position.", min=1)
+    ] = 256,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own setting.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: the prompt as it is.")] = False,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    show_ids: Annotated[bool, typer.Option("--show-ids", help="Print the prompt's token ids, here alone.")] = False,
 ) -> None:
     """Stream a private answer to the terminal."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    with connected(server, ca=ca, token_file=token_file, pool=pool, seal=seal, batch=batch, protocol=protocol) as link:
+    options: dict[str, Any] = {"ca": ca, "token_file": token_file, "pool": pool, "seal": seal, "batch": batch}
+    # No batch in the background: it would be cut short, and its traffic lost, at the end of the answer.
+    with connected(server, **options, protocol=protocol, low_water=0) as link:
         inputs = encode_prompt(link, text, raw=raw, system=system)
-        settings = _settings(link, temperature, max_new_tokens)
-        if settings.pop("shown"):
-            console.print(f"[dim]{_effective(link, settings)}[/]", highlight=False)
+        ids = inputs["input_ids"][0].tolist()
+        settings = _settings(link, temperature, max_new_tokens, len(ids))
+        console.print(_effective(link, settings), style="dim", highlight=False, markup=False)
+        if show_ids:
+            console.print(f"prompt ids: {ids}", style="dim", highlight=False, markup=False)
         before = link.session.traffic.up.get("online", 0), link.session.traffic.down.get("online", 0)
         streamer = timed_streamer(link.tokenizer)
         start = time.perf_counter()
@@ -231,24 +238,34 @@ def _on_demand(bars: Progress, title: str) -> Iterator[Any]:
 
 
 def encode_prompt(link: Connected, text: str, *, raw: bool = False, system: str | None = None) -> dict[str, Any]:
-    """Token ids of a prompt, through the chat template unless ``raw`` (exactly one beginning-of-text token either way).
+    """Token ids of a prompt, through the chat template unless ``raw``; one beginning-of-text token at most either way.
 
     Raises:
-        RangeError: nothing to ask, or a prompt longer than the model's positions.
+        RangeError: nothing to ask, messages that the template does not take, or a prompt longer than the model's
+            positions.
     """
+    from jinja2 import TemplateError
+
     tokenizer = link.tokenizer
     if not text.strip():
         raise RangeError("the prompt is empty: there is nothing to send")
     if raw or tokenizer.chat_template is None:
-        encoded = tokenizer(text, return_tensors="pt")
+        # A prompt that was rendered elsewhere brings its own.
+        own = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+        encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not own)
     else:
         messages = [{"role": "system", "content": system}] if system else []
-        encoded = tokenizer.apply_chat_template(
-            [*messages, {"role": "user", "content": text}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
+        try:
+            encoded = tokenizer.apply_chat_template(
+                [*messages, {"role": "user", "content": text}],
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
+            )
+        except TemplateError:
+            raise RangeError(
+                "the model's chat template refuses these messages: leave out --system, or use --raw"
+            ) from None
     limit = getattr(link.model.config, "max_position_embeddings", None)
     length = encoded["input_ids"].shape[1]
     if limit and length >= limit:
@@ -284,25 +301,38 @@ def timed_streamer(tokenizer: Any, *, silent: bool = False, on_first: Callable[[
     return Timed()
 
 
-def _settings(link: Connected, temperature: float | None, max_new_tokens: int) -> dict[str, Any]:
+# What a sampled answer depends on, with the values that transformers takes where nobody says otherwise.
+_SAMPLING: Final = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+_ONLY_SAMPLING: Final = {*_SAMPLING, "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+# What a generation_config.json may say without changing which tokens are chosen.
+_SILENT: Final = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "max_length", "transformers_version",
+                  "use_cache", "output_attentions", "output_hidden_states", "_from_model_config"}  # fmt: skip
+
+
+def _settings(link: Connected, temperature: float | None, max_new_tokens: int, prompt_tokens: int) -> dict[str, Any]:
+    """Arguments of ``generate()``: what the user said, then what the model's repository says."""
     config = link.model.generation_config
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens}
-    if temperature is not None:
-        if not 0 <= temperature < float("inf"):
-            raise RangeError(f"temperature must be 0 or more, not {temperature}")
-        settings |= {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature > 0 else {})
+    if temperature is not None and not 0 <= temperature < float("inf"):
+        raise RangeError(f"temperature must be 0 or more, not {temperature}")
     limit = getattr(link.model.config, "max_position_embeddings", None)
-    if limit and max_new_tokens > limit:
-        raise RangeError(f"--max-new-tokens {max_new_tokens} is over the model's {limit} positions")
-    settings["shown"] = bool(settings.get("do_sample", config.do_sample))
+    room = min(max_new_tokens, limit - prompt_tokens) if limit else max_new_tokens
+    settings: dict[str, Any] = {"max_new_tokens": room}
+    settings["do_sample"] = bool(config.do_sample) if temperature is None else temperature > 0
+    for name, default in _SAMPLING.items():
+        own = getattr(config, name, None)
+        # Where nothing is drawn, the repository's values are put out of action, or transformers warns about them.
+        settings[name] = own if settings["do_sample"] and own is not None else default
+    if temperature:
+        settings["temperature"] = temperature
     return settings
 
 
 def _effective(link: Connected, settings: dict[str, Any]) -> str:
-    config = link.model.generation_config
-    names = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
-    values = {name: settings.get(name, getattr(config, name, None)) for name in names}
-    return "sampling: " + ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+    """One line on how tokens are chosen, whoever asked for it."""
+    values = link.model.generation_config.to_diff_dict() | settings
+    hidden = _SILENT if settings["do_sample"] else _SILENT | _ONLY_SAMPLING
+    shown = ", ".join(f"{name}={value}" for name, value in values.items() if name not in hidden)
+    return f"{'sampled' if settings['do_sample'] else 'greedy'}: {shown}"
 
 
 def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:

@@ -1,0 +1,257 @@
+"""``sordino generate`` at the edges: empty and too long prompts, templates, settings that the repository hides."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import models
+import pytest
+from pairs import InProcessServer
+from tokenizers.processors import TemplateProcessing
+
+from sordino.client import Connected, connect
+from sordino.client.cli import encode_prompt
+from sordino.server.split import split_model
+from sordino.shared.cli import main
+from sordino.shared.errors import RangeError
+
+HIDDEN = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.3}
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Outcome]
+
+
+def serve(bundle: Path) -> Iterator[str]:
+    with closing(InProcessServer(bundle)) as server:
+        yield f"grpc://127.0.0.1:{server.port}"
+
+
+@pytest.fixture(scope="module")
+def gpt2(bundles: Callable[..., Path]) -> Iterator[str]:
+    """Learned positions: 128 of them, and one byte is one token."""
+    yield from serve(bundles("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def opinionated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A model whose repository sets the sampling, and whose tokenizer adds a BOS by itself, as Llama's does."""
+    folder = tmp_path_factory.mktemp("opinionated")
+    model = models.make_tiny("llama", folder / "model")
+    path = model / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | HIDDEN))
+    tokenizer = models.make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{models.BOS} $A", special_tokens=[(models.BOS, tokenizer.bos_token_id)]
+    )
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system ' + messages[0].content) }}{% endif %}"
+    )
+    tokenizer.chat_template = template + models.CHAT_TEMPLATE
+    tokenizer.save_pretrained(model)
+    split_model(model, folder / "bundle", rounding="nearest")
+    yield from serve(folder / "bundle")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """``run(server, prompt, *options)``: the command as a shell would run it, nothing hidden unless told."""
+    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def command(server: str, prompt: str, *options: str, protocol: str = "clear") -> Outcome:
+        capfd.readouterr()
+        monkeypatch.setattr(
+            sys, "argv", ["sordino", "generate", prompt, "--server", server, "--protocol", protocol, *options]
+        )
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        captured = capfd.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return command
+
+
+@pytest.fixture
+def link(opinionated: str, tmp_path: Path) -> Iterator[Connected]:
+    connected = connect(opinionated, protocol="clear", cache=tmp_path / "cache")
+    with connected.session:
+        yield connected
+
+
+def tokens_of(outcome: Outcome) -> int:
+    found = re.search(r"(\d+) tokens · first after", outcome.err)
+    assert found, outcome
+    return int(found[1])
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_settings_of_the_repository_are_reported(opinionated: str, run: Run) -> None:
+    """Case 1.16: the model's own generation file is in effect, and said so, penalties too."""
+    outcome = run(opinionated, "hello", "--max-new-tokens", "4")
+    assert outcome.code == 0
+    [line] = [line for line in outcome.err.splitlines() if line.startswith("sampled:")]
+    for setting in ("temperature=0.6", "top_p=0.9", "top_k=50", "repetition_penalty=1.3", "max_new_tokens=4"):
+        assert setting in line
+
+
+@pytest.mark.parametrize(("given", "kind", "shown"), [("0", "greedy", None), ("1.7", "sampled", "temperature=1.7")])
+def test_an_explicit_temperature_wins_also_zero(
+    opinionated: str, run: Run, given: str, kind: str, shown: str | None
+) -> None:
+    """Case 1.16: 0 is greedy; what is left in effect of the repository's file is still reported."""
+    outcome = run(opinionated, "hello", "--temperature", given, "--max-new-tokens", "4")
+    assert outcome.code == 0
+    [line] = [line for line in outcome.err.splitlines() if line.startswith(f"{kind}:")]
+    assert "repetition_penalty=1.3" in line
+    assert "0.6" not in line
+    assert ("temperature" in line) == (shown is not None)
+    assert shown is None or shown in line
+    assert "not valid" not in outcome.err, "transformers warns about the repository's values"
+    if kind == "greedy":
+        assert run(opinionated, "hello", "--temperature", given, "--max-new-tokens", "4").out == outcome.out
+
+
+@pytest.mark.parametrize("wrong", ["-1", "nan", "inf"])
+def test_temperatures_that_mean_nothing_are_refused(opinionated: str, run: Run, wrong: str) -> None:
+    outcome = run(opinionated, "hello", "--temperature", wrong)
+    assert (outcome.code, "temperature must be" in outcome.err) == (1, True)
+
+
+def test_a_model_without_settings_of_its_own_is_greedy(gpt2: str, run: Run) -> None:
+    outcome = run(gpt2, "hello", "--max-new-tokens", "3")
+    assert "greedy: max_new_tokens=3\n" in outcome.err
+
+
+# -- edge values -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", ["", " ", "\n\t "])
+def test_nothing_to_ask_is_an_error_of_one_line(gpt2: str, run: Run, prompt: str) -> None:
+    """Case 1.17."""
+    outcome = run(gpt2, prompt)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "error: RangeError: the prompt is empty" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "", "null"])
+def test_impossible_lengths_are_usage_errors(gpt2: str, run: Run, wrong: str) -> None:
+    """Case 1.17: before anything is connected."""
+    outcome = run(gpt2, "hello", "--max-new-tokens", wrong)
+    assert (outcome.code, "--max-new-tokens" in outcome.err) == (2, True)
+
+
+@pytest.mark.parametrize("length", [[], ["--max-new-tokens", str(2**31)]])
+def test_an_answer_ends_at_the_last_position(gpt2: str, run: Run, length: list[str]) -> None:
+    """Cases 1.17 and 1.18: also one that the default length, or 2^31, would carry past the model's 128 positions."""
+    outcome = run(gpt2, "x" * 100, "--raw", *length)
+    assert outcome.code == 0
+    assert tokens_of(outcome) <= 28
+    assert "max_new_tokens=28" in outcome.err
+    assert run(gpt2, "x", "--raw", "--max-new-tokens", "2").code == 0
+
+
+@pytest.mark.parametrize(("length", "works"), [(127, True), (128, False), (129, False), (5000, False)])
+def test_prompts_around_the_last_position(gpt2: str, run: Run, length: int, works: bool) -> None:
+    """Case 1.18: the answer needs one position; a prompt that leaves none is refused with both numbers."""
+    outcome = run(gpt2, "y" * length, "--raw")
+    assert outcome.code == (0 if works else 1)
+    if works:
+        assert tokens_of(outcome) == 1
+    else:
+        assert f"the prompt has {length} tokens, the model takes 128" in outcome.err
+        assert "yyy" not in outcome.err
+
+
+def test_a_prompt_far_too_long_is_refused_within_a_second(link: Connected) -> None:
+    """Case 1.18."""
+    sent, start = dict(link.session.traffic.up), time.monotonic()
+    with pytest.raises(RangeError, match="200001 tokens"):
+        encode_prompt(link, "z" * 200_000, raw=True)
+    assert time.monotonic() - start < 1
+    assert link.session.traffic.up == sent
+
+
+# -- templates ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "raw"), [("hello", False), ("hello", True), (models.BOS + "hello", True)], ids=["chat", "raw", "rendered"]
+)
+def test_exactly_one_bos(link: Connected, text: str, raw: bool) -> None:
+    """Case 1.19: a template that writes one, a tokenizer that adds one, a prompt that was rendered elsewhere."""
+    ids = encode_prompt(link, text, raw=raw)["input_ids"][0].tolist()
+    assert ids[0] == link.tokenizer.bos_token_id
+    assert ids.count(link.tokenizer.bos_token_id) == 1
+
+
+def test_raw_leaves_the_template_out_and_ids_are_shown_on_demand(opinionated: str, run: Run, link: Connected) -> None:
+    """Case 1.19."""
+    common = ("--max-new-tokens", "1", "--temperature", "0")
+    chat, raw = (run(opinionated, "hi", *common, "--show-ids", *more) for more in ((), ("--raw",)))
+    shown = [json.loads(re.search(r"prompt ids: (\[.*\])", outcome.err)[1]) for outcome in (chat, raw)]  # type: ignore[index]
+    assert link.tokenizer.decode(shown[0]) == f"{models.BOS}[user] hi\n[assistant] "
+    assert link.tokenizer.decode(shown[1]) == f"{models.BOS}hi"
+    assert "prompt ids" not in run(opinionated, "hi", *common).err
+
+
+def test_a_template_that_refuses_the_messages(opinionated: str, run: Run) -> None:
+    """Case 1.19: one line, without the template's own words, which may repeat the prompt."""
+    outcome = run(opinionated, "hi", "--system", "my secret role")
+    assert outcome.code == 1
+    assert "chat template refuses" in outcome.err
+    assert "secret" not in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_the_prompt_may_come_from_standard_input(gpt2: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    piped: Any = run(gpt2, "-", "--max-new-tokens", "5")
+    assert piped.out == run(gpt2, "hello", "--max-new-tokens", "5").out
+
+
+# -- what is at the other end ------------------------------------------------------------------------------------------
+
+
+def test_masked_prints_what_is_left_and_clear_says_that_nothing_is_hidden(
+    opinionated: str, run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ("--temperature", "0", "--max-new-tokens", "4", "--pool", str(tmp_path / "pool"), "--batch", "128")
+    masked, again, clear = (
+        run(opinionated, "hello", *options, protocol=name) for name in ("masked", "masked", "clear")
+    )
+    assert masked.out == again.out == clear.out
+    assert "nothing was hidden" in clear.err
+    assert "nothing was hidden" not in masked.err
+    assert "provisioning 128 tokens" in masked.err
+    assert re.search(r"[1-9]\d* masks left", masked.err)
+    # Neither at the start nor in the background, where a command that ends would throw the batch away.
+    assert "provisioning" not in again.err
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("protocol", ["plain", ""])
+def test_an_unknown_protocol_is_an_error_of_one_line(gpt2: str, run: Run, protocol: str) -> None:
+    outcome = run(gpt2, "hello", protocol=protocol)
+    assert (outcome.code, "ProtocolError" in outcome.err, "Traceback" in outcome.err) == (1, True, False)
