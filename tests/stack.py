@@ -116,11 +116,11 @@ class ServerProcess:
 
     @property
     def target(self) -> str:
-        return f"grpcs://localhost:{self.port}"
+        return f"grpcs://127.0.0.1:{self.port}"  # "localhost" has two addresses, and an error names the last one tried
 
     @property
     def address(self) -> str:
-        return f"localhost:{self.port}"
+        return f"127.0.0.1:{self.port}"
 
     @property
     def ca(self) -> Path:

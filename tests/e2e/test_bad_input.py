@@ -302,7 +302,7 @@ def test_ca_that_is_no_certificate(server: ServerProcess, tmp_path: Path) -> Non
 
 def test_plain_text_to_a_tls_port(server: ServerProcess) -> None:
     with pytest.raises(TransportError, match="TLS"):
-        _connection(server, target=f"grpc://localhost:{server.port}", ca=None)
+        _connection(server, target=f"grpc://127.0.0.1:{server.port}", ca=None)
     assert server.serves()
 
 

@@ -586,7 +586,7 @@ def _serving(bundle: Path, folder: Path, *, allow_clear: bool) -> Iterator[tuple
                 raise TransportError(f"the server for the audit did not start: {' '.join(last) or 'no output'}")
             time.sleep(0.02)
         token = (state / "token").read_text().strip()
-        yield f"grpcs://localhost:{int(port_file.read_text())}", state / "ca.pem", token
+        yield f"grpcs://127.0.0.1:{int(port_file.read_text())}", state / "ca.pem", token
     finally:
         process.terminate()
         try:
