@@ -21,6 +21,7 @@ from stack import ServerProcess, answer, connect_to
 
 from sordino.client import pool as pool_module
 from sordino.client import poolwriter, prg, protocols, rlwe
+from sordino.client.poolfile import CHUNK, BatchKeys
 from sordino.client.provision import points_per_block
 from sordino.client.proxy import RecordingProxy
 from sordino.proto.v1 import sordino_pb2 as pb
@@ -188,7 +189,13 @@ def test_no_secret_is_sent_or_saved(
     assert made.found(*on_disk.values()) == expected
     if not sealed:
         stored = [key for key in made.keys if any(t in blob for t in spellings(key) for blob in on_disk.values())]
-        assert len(stored) == 1, "one chain key a batch, from which the keys of used masks do not follow"
+        assert len(stored) == 1, "one chain key a batch"
+        # From which the masks that were used do not follow.
+        state, group = BatchKeys("any", chunks=9, used=0, chain=stored[0]), server.manifest.groups[0]
+        used = {row.tobytes() for row in made.masks[group.name][:CHUNK]}
+        for _ in range(9):
+            keys, state = state.ratchet()
+            assert used.isdisjoint(row.tobytes() for row in keys.masks(0, group))
     for path in [*on_disk, *(p for p in tmp_path.rglob("*") if p.is_dir())]:
         private = path.is_relative_to(tmp_path / "pool") or path.is_relative_to(tmp_path / "client-state")
         if private:
