@@ -9,6 +9,7 @@ import pickle
 import re
 import resource
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -22,7 +23,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
-    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -36,6 +36,7 @@ from sordino.shared.errors import FingerprintError, PoolError, PoolExhaustedErro
 from sordino.shared.ring import P
 
 GROUPS = ("g0", "g1", "g2")
+ROWS = st.sampled_from((1, 5, 63, 64, 65, 130))
 
 
 @pytest.fixture
@@ -136,20 +137,24 @@ class SingleUse(RuleBasedStateMachine):
         self.root = self.folder / str(SingleUse.count)
         self.seen: list[str] = []
         self.pools: list[MaskPool] = [self._open("a")]
+        fill(self.pools[0], 512)
         self.backups = 0
         self.fresh = 0
 
     def _open(self, name: str) -> MaskPool:
         return MaskPool.open_or_create(self.root / name, manifest(), state_dir=self.root / "state")
 
-    @rule(which=st.integers(0, 9), group=st.sampled_from(GROUPS), rows=st.sampled_from((1, 5, 63, 64, 65, 130)))
-    def take(self, which: int, group: str, rows: int) -> None:
-        try:
-            self.seen += take_checked(self.pools[which % len(self.pools)], group, rows)
-        except PoolExhaustedError:
-            assert self.pools[which % len(self.pools)].available(group) < rows
+    @rule(takes=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(GROUPS), ROWS), min_size=1, max_size=8))
+    def take(self, takes: list[tuple[int, str, int]]) -> None:
+        for which, group, rows in takes:
+            pool = self.pools[which % len(self.pools)]
+            try:
+                self.seen += take_checked(pool, group, rows)
+            except PoolExhaustedError:
+                assert pool.available(group) < rows
+        assert_no_repeats(self.seen)
 
-    @rule(which=st.integers(0, 9), chunks=st.integers(1, 4))
+    @rule(which=st.integers(0, 9), chunks=st.integers(1, 6))
     def provision(self, which: int, chunks: int) -> None:
         fill(self.pools[which % len(self.pools)], 64 * chunks)
 
@@ -189,10 +194,6 @@ class SingleUse(RuleBasedStateMachine):
         shutil.rmtree(path)
         shutil.copytree(self.root / f"backup{1 + which % self.backups}", path)
         self.pools = [self._open(path.name)] + [pool for pool in self.pools[1:] if running or pool.path != path]
-
-    @invariant()
-    def no_row_twice(self) -> None:
-        assert_no_repeats(getattr(self, "seen", []))
 
 
 def test_single_use_over_copies_and_restores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +238,7 @@ def _in_fork(work: Callable[[], list[str]]) -> list[str]:
     child = os.fork()
     if child == 0:
         code = 1
+        signal.alarm(30)  # a child in a deadlock must not outlive the test
         try:
             os.write(write, "\n".join(work()).encode())
             code = 0
@@ -307,7 +309,7 @@ def test_an_interruption_loses_rows_and_repeats_none(
     lines: list[str] = []
     interrupted = 0
     with open_pool(slots=2048) as pool:
-        for stop in range(60):
+        for stop in range(150):
             seen = 0
 
             def trace(frame: object, event: str, arg: object, stop: int = stop) -> object:
@@ -329,7 +331,7 @@ def test_an_interruption_loses_rows_and_repeats_none(
             lines += take_checked(pool, "g0", 3)
             if pool.available("g0") < 300:
                 fill(pool, 1024)
-    assert interrupted > 25
+    assert interrupted > 80
     assert_no_repeats(lines)
 
 
