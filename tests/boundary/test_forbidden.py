@@ -33,7 +33,8 @@ GRPC_FILES = (
     "shared/sordino/shared/transport*",
     "server/sordino/server/service*.py",
     "server/sordino/server/app*.py",
-    "server/sordino/server/auth.py",  # interceptors
+    "server/sordino/server/auth.py",
+    "server/sordino/server/decoding.py",  # interceptors
     "client/sordino/client/transport*",
     "client/sordino/client/proxy.py",  # the recording proxy of `sordino audit wire`
     "client/sordino/client/cli*",

@@ -6,9 +6,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from sordino.client.pool import MaskPool
-
 from sordino.client.kernels import U32
+from sordino.client.pool import MaskPool
 from sordino.client.provision import Progress, fetch_check_vectors, fill
 from sordino.client.transport import Connection
 from sordino.shared.errors import IntegrityError, PoolExhaustedError, SordinoError
@@ -55,7 +54,9 @@ class PoolKeeper:
         first = self._connection.manifest.groups[0].name
         have = self.pool.check(first)
         if count and (have is None or have.v.shape[0] != count):
-            self.pool.store_check(fetch_check_vectors(self._connection, count, self._progress))
+            # An attempt that a broken stream ends begins anew, with other vectors and keys.
+            vectors = self._connection.retrying(lambda: fetch_check_vectors(self._connection, count, self._progress))
+            self.pool.store_check(vectors)
 
     def take(self, group: str, rows: int) -> tuple[U32, U32]:
         """Masks for ``rows`` rows of a group; see :meth:`MaskPool.take`.
