@@ -7,7 +7,7 @@ that nudges ciphertexts and watches for aborts learns about the noise, hence abo
 from __future__ import annotations
 
 import os
-from typing import Final
+from typing import Final, NoReturn
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -101,6 +101,9 @@ class SecretKey:
 
     def __repr__(self) -> str:
         return "SecretKey(hidden)"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a secret key is neither copied nor serialised")
 
     def encrypt(self, m: U32, c1: U32) -> U32:
         """c0 for the columns of ``m [n, C]`` (ring elements), in NTT form ``[2, n, C]``.

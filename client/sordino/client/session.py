@@ -8,11 +8,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from platformdirs import user_data_path
-from sordino.client.pool import MaskPool
 from transformers import AutoTokenizer
 
 from sordino.client.bundle import BundleProgress, fetch_bundle
 from sordino.client.model import build_model
+from sordino.client.pool import MaskPool
 from sordino.client.protocols import ClearProtocol, LinearProtocol, MaskedProtocol
 from sordino.client.provision import Progress, ProvisionPlan, plan_batch
 from sordino.client.refill import Notify, PoolKeeper
@@ -93,7 +93,7 @@ def connect(
     pool: str | Path | None = None,
     passphrase: str | None = None,
     batch: int = DEFAULT_BATCH,
-    low_water: int = 256,
+    low_water: int | None = None,
     refill: bool = True,
     provision: bool = True,
     check_vectors: Literal[0, 1, 2] = 1,
@@ -116,7 +116,8 @@ def connect(
         fingerprint: refuse a server that holds any other split.
         protocol: ``masked``, or ``clear`` (nothing is hidden; only for servers started for tests).
         pool: folder of the mask pool; None keeps one per model in the user's data folder. passphrase: seals it.
-        batch: mask slots made at a time, a multiple of 64. low_water: refill in the background below this many.
+        batch: mask slots made at a time, a multiple of 64. low_water: refill in the background below this many (an
+            eighth of a batch by default; 0 waits until none is left).
         refill: False raises PoolExhaustedError when the masks run out. provision: fill an empty pool at once, rather
             than at the first use.
         check_vectors: wrong answers pass with probability 2^-32 for each; 0 turns the check off.
@@ -156,7 +157,7 @@ def connect(
                 passphrase=passphrase,
                 state_dir=Path(state_dir) if state_dir else None,
                 batch=batch,
-                low_water=low_water,
+                low_water=batch // 8 if low_water is None else low_water,
                 refill=refill,
                 provision=provision,
                 check_vectors=check_vectors,

@@ -20,7 +20,14 @@ from numpy.typing import NDArray
 from sordino.client.timings import Timings
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
-from sordino.shared.errors import HandshakeError, IntegrityError, ProtocolError, SessionLostError, TransportError
+from sordino.shared.errors import (
+    HandshakeError,
+    IntegrityError,
+    LimitError,
+    ProtocolError,
+    SessionLostError,
+    TransportError,
+)
 from sordino.shared.manifest import GroupSpec, ModelManifest
 from sordino.shared.transport import DEFAULT_MAX_MESSAGE_BYTES, ENVELOPE_BYTES, channel_options, error_of
 
@@ -216,9 +223,10 @@ class EvaluationStream:
         self._watchdog.close()
 
     def _messages(self, index: int, group: GroupSpec, rows: U32) -> list[pb.EvaluateRequest]:
-        per_message = self._connection.max_message_bytes // (4 * max(group.in_features, group.out_features))
+        limit, row = self._connection.max_message_bytes, 4 * max(group.in_features, group.out_features)
+        per_message = limit // row
         if per_message < 1:
-            raise ProtocolError(f"group {group.name!r}: one row is over the server's message limit")
+            raise LimitError(f"group {group.name!r}: one row has {row} bytes, the server's messages at most {limit}")
         messages = []
         for start in range(0, rows.shape[0], per_message):
             part = rows[start : start + per_message]

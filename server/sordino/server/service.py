@@ -59,6 +59,10 @@ class Limits:
     max_provisioning: int = 8
     max_provisioning_per_identity: int = 4
 
+    def __post_init__(self) -> None:
+        if not 1 << 16 <= self.max_message_bytes <= 1 << 30:
+            raise LimitError(f"the message limit must be 64 KiB to 1 GiB, not {self.max_message_bytes} bytes")
+
 
 class SordinoService(pb_grpc.SordinoServicer):
     """See ``sordino.proto`` for the calls.
