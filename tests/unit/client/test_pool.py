@@ -34,6 +34,7 @@ from pool_tools import assert_no_repeats, digests, fill, manifest, products, tak
 from sordino.client import ledger, poolstore, poolwriter
 from sordino.client import pool as pool_code
 from sordino.client.pool import CheckVector, MaskPool
+from sordino.client.poolfile import ChunkKeys, DataFile
 from sordino.shared.errors import FingerprintError, PoolError, PoolExhaustedError, PoolForeignError
 from sordino.shared.ring import P
 
@@ -209,28 +210,38 @@ def test_single_use_over_copies_and_restores(tmp_path: Path, monkeypatch: pytest
     )
 
 
-def test_threads(open_pool: Callable[..., MaskPool]) -> None:
+def test_threads(open_pool: Callable[..., MaskPool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    real = DataFile.read
+
+    def slow(self: DataFile, chunk: int, group: int, keys: ChunkKeys) -> np.ndarray:
+        time.sleep(float(np.random.default_rng().uniform(0, 0.002)))  # lets the others in, where nothing holds them
+        return real(self, chunk, group, keys)
+
+    monkeypatch.setattr(DataFile, "read", slow)
     lines: list[str] = []
     errors: list[BaseException] = []
-    with open_pool(slots=1024) as pool:
+    together = threading.Barrier(6)
 
-        def work(seed: int) -> None:
-            rng = np.random.default_rng(seed)
-            try:
-                while True:
-                    lines.extend(take_checked(pool, "g1", int(rng.integers(1, 12))))
-            except PoolExhaustedError:
-                pass
-            except BaseException as error:
-                errors.append(error)
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        together.wait()
+        try:
+            while True:
+                lines.extend(take_checked(pool, "g1", int(rng.integers(1, 70))))
+        except PoolExhaustedError:
+            pass
+        except BaseException as error:
+            errors.append(error)
 
+    with open_pool(slots=2048) as pool:
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert not errors
-    assert len(lines) > 1000
+    assert len(lines) > 1600
     assert_no_repeats(lines)
 
 
