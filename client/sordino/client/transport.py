@@ -163,7 +163,17 @@ class Connection:
                     raise
                 self.traffic.retries += 1
                 time.sleep(pause)
+                self._wait_for_connection(min(1.0, max(0.0, deadline - time.monotonic())))
         raise AssertionError("unreachable")
+
+    def _wait_for_connection(self, timeout_s: float) -> None:
+        """Lets the channel work on its connection: between calls that fail at once nobody would drive it."""
+        probe = self._channel.unary_unary("/grpc.health.v1.Health/Check")
+        try:
+            probe(b"", wait_for_ready=True, timeout=timeout_s)
+        except grpc.RpcError as error:
+            # Connected or not, the next attempt says so by itself.
+            log.debug("probe: %s", error.code())
 
     def close(self) -> None:
         self._channel.close()
