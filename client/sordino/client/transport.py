@@ -168,7 +168,7 @@ class Connection:
 
     def _wait_for_connection(self, timeout_s: float) -> None:
         """Lets the channel work on its connection: between calls that fail at once nobody would drive it."""
-        probe = self._channel.unary_unary("/grpc.health.v1.Health/Check")
+        probe: Callable[..., bytes] = self._channel.unary_unary("/grpc.health.v1.Health/Check")
         try:
             probe(b"", wait_for_ready=True, timeout=timeout_s)
         except grpc.RpcError as error:
