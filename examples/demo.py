@@ -24,10 +24,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from sordino.client.bench import server_process
-from sordino.client.cli import connected, encode_prompt, timed_streamer
+from sordino.client.local_server import server_process
 from sordino.client.proxy import RecordingProxy
 from sordino.client.session import Connected
+from sordino.client.terminal import connected, encode_prompt, timed_streamer
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import SordinoError
 

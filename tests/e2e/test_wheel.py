@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SITE = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-SERVER_ONLY = ("grpcio-health-checking", "grpcio-reflection", "psutil")
+SERVER_ONLY = ("grpcio-health-checking", "grpcio-reflection")
 
 
 @pytest.fixture(scope="module")

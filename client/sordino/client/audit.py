@@ -14,14 +14,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -34,10 +31,11 @@ from rich.console import Console
 from rich.table import Table
 
 from sordino.client.bundle import read_json
+from sordino.client.local_server import server_process
 from sordino.client.proxy import RecordingProxy, WireCall, WireMessage
 from sordino.client.session import connect
 from sordino.proto.v1 import sordino_pb2 as pb
-from sordino.shared.errors import BundleError, ProtocolError, TransportError
+from sordino.shared.errors import BundleError, ProtocolError
 from sordino.shared.manifest import CLIENT_DIR, ModelManifest
 from sordino.shared.ring import P
 from sordino.shared.rlwe import PARAMS, unpack
@@ -51,7 +49,6 @@ ALPHA: Final = 1e-6
 PROMPT_TOKENS: Final = 24
 _CELLS: Final = 1024
 _SLACK_SLOTS: Final = 256  # a session reserves slots in chunks and gives none back
-_START_S: Final = 120.0
 _TEXTS: Final = (
     """The harbour lay quiet that morning, and the last of the fishing boats had come in before the wind turned. Nobody
     on the quay spoke of the letter, although all of them had read it twice by then.""",
@@ -531,7 +528,9 @@ def _record(
     slots = 64 * math.ceil((2 * (prompt_tokens + tokens) + _SLACK_SLOTS) / 64)
     transcripts, answers = [], []
     with ExitStack() as stack:
-        target, ca, token = stack.enter_context(_serving(bundle, folder, allow_clear=protocol == "clear"))
+        serving = server_process(bundle, folder / "server", allow_clear=protocol == "clear")
+        target, ca, token_file, _ = stack.enter_context(serving)
+        token = token_file.read_text().strip()
         proxy = stack.enter_context(RecordingProxy(target, ca=ca, keep_bytes=("Evaluate",), observe=tally.observe))
         for text in _TEXTS:
             model, tokenizer, session = connect(
@@ -566,34 +565,6 @@ def _exactly(tokenizer: Any, text: str, count: int) -> list[int]:
     if not ids:
         raise BundleError("the tokenizer makes no tokens of a plain English text")
     return (ids * math.ceil(count / len(ids)))[:count]
-
-
-@contextmanager
-def _serving(bundle: Path, folder: Path, *, allow_clear: bool) -> Iterator[tuple[str, Path, str]]:
-    """A server process of our own; gives (target, ca, token)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    state, port_file, log_file = folder / "server", folder / "port", folder / "server.log"
-    program = "from sordino.shared.cli import main; main()"
-    command = [sys.executable, "-c", program, "serve", str(bundle), "--port", "0", "--state", str(state)]
-    command += ["--port-file", str(port_file), *(["--allow-clear"] if allow_clear else [])]
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(os.environ))
-    try:
-        deadline = time.monotonic() + _START_S
-        while not port_file.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                last = log_file.read_text(errors="replace").strip().splitlines()[-1:]
-                raise TransportError(f"the server for the audit did not start: {' '.join(last) or 'no output'}")
-            time.sleep(0.02)
-        token = (state / "token").read_text().strip()
-        yield f"grpcs://127.0.0.1:{int(port_file.read_text())}", state / "ca.pem", token
-    finally:
-        process.terminate()
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def table(report: Mapping[str, Any]) -> Table:

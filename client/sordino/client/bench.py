@@ -15,8 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from sordino.client.cli import connected, encode_prompt, timed_streamer
+from sordino.client.local_server import server_process
 from sordino.client.provision import plan_batch
 from sordino.client.session import Connected
+from sordino.client.terminal import connected, encode_prompt, timed_streamer
 from sordino.shared.errors import SordinoError
 from sordino.shared.manifest import ModelManifest
 
@@ -105,33 +106,6 @@ class Contestant:
             values["rounds"] = traffic.rounds
             values |= {f"time.{step}": seconds for step, seconds in self._link.session.timings.items()}
         return values
-
-
-@contextmanager
-def server_process(bundle: Path, state: Path, *, allow_clear: bool) -> Iterator[tuple[str, Path, Path, psutil.Process]]:
-    """A ``sordino serve`` of its own with TLS and a token: (target, CA, token file, process)."""
-    state.mkdir(parents=True, exist_ok=True)
-    port_file, log = state / "port", state / "server.log"
-    port_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "sordino.shared.cli", "serve", str(bundle), "--port", "0", "--state", str(state)]
-    command += ["--port-file", str(port_file), *(["--allow-clear"] if allow_clear else [])]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-    try:
-        deadline = time.monotonic() + 120
-        while not port_file.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SordinoError(f"the server did not start: {log.read_text()[-2000:]}")
-            time.sleep(0.05)
-        port = int(port_file.read_text())
-        yield f"grpcs://localhost:{port}", state / "ca.pem", state / "token", psutil.Process(process.pid)
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def cpu_seconds(process: psutil.Process) -> float:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.configuration_utils import PreTrainedConfig
 
 from sordino.client.bundle import read_json
 from sordino.client.kernels import dequantise, quantise
@@ -129,14 +131,12 @@ def build_model(
     model_type = raw.pop("model_type")
     raw.pop("architectures", None)
     try:
-        config = AutoConfig.for_model(model_type, **raw)
+        config = AutoConfig.for_model(model_type, **_own_fields(model_type, raw))
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
-                config,
-                trust_remote_code=False,
-                **({"attn_implementation": attn_implementation} if attn_implementation else {}),
-            )
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+            # Only what the caller names: an implementation named by the bundle could be a kernel to fetch and run.
+            chosen = {"attn_implementation": attn_implementation} if attn_implementation else {}
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **chosen)
+    except (TypeError, ValueError, KeyError, AttributeError, ImportError, RuntimeError) as error:
         raise BundleError(
             f"transformers cannot build a {model_type!r} model from the bundle's config: {error}"
         ) from error
@@ -219,8 +219,48 @@ def _load_local(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> Non
         raise BundleError(f"the client bundle lacks {', '.join(missing[:5])}")
 
 
+# What a provider's generation_config.json may decide: which token is chosen, never how many rows travel for it
+# (speculation, beams, early exits would show in the transcript) and never when an answer ends early.
+_GENERATION_KEYS: Final = frozenset(
+    {
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "do_sample",
+        "eos_token_id",
+        "min_p",
+        "no_repeat_ngram_size",
+        "pad_token_id",
+        "repetition_penalty",
+        "suppress_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+    }
+)
+
+
 def _generation_config(folder: Path, model: PreTrainedModel) -> GenerationConfig:
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return GenerationConfig.from_model_config(model.config)
-    return GenerationConfig.from_dict(read_json(path))
+    said = read_json(path) if path.is_file() else {}
+    said = {
+        f"{kind}_token_id": getattr(model.config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")
+    } | said
+    try:
+        return GenerationConfig(**{key: value for key, value in said.items() if key in _GENERATION_KEYS})
+    except (TypeError, ValueError) as error:
+        raise BundleError(f"generation_config.json is malformed: {error}") from error
+
+
+def _own_fields(model_type: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """The settings of ``raw`` that describe this architecture: fields its own config class declares.
+
+    What every config may carry besides (implementations to load, plans, names) is left out, whatever it is called.
+    """
+    kind = type(AutoConfig.for_model(model_type))
+    declared = set(inspect.signature(kind.__init__).parameters)
+    for base in kind.__mro__[: kind.__mro__.index(PreTrainedConfig)]:
+        declared |= set(vars(base).get("__annotations__", {}))
+    general = set(PreTrainedConfig.__annotations__) | {"attn_implementation", "experts_implementation", "use_kernels"}
+    allowed = {name for name in declared if not name.startswith(("_", "base_model_"))} - general
+    return {name: value for name, value in raw.items() if name in allowed}

@@ -71,7 +71,7 @@ class MaskedProtocol:
         u = np.empty(rows.shape, np.uint32)
         mask(rows, r, u)
         now = timings.lap("mask", now)
-        check = self._keeper.pool.check(group.name)
+        check = self._keeper.check(group.name)
         expected = np.empty((rows.shape[0], 0 if check is None else check.v.shape[0]), np.uint32)
 
         def expect() -> None:
@@ -87,6 +87,7 @@ class MaskedProtocol:
         except IntegrityError as error:
             self._fail(error)
             raise
+        self._keeper.raise_failure()
         out = np.empty(y.shape, np.int32)
         unmask(y, wr, out)
         timings.lap("unmask", now)

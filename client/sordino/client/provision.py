@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from sordino.client.pool import CheckVector, MaskPool
-from sordino.client.prg import random_key, uniform_mod_p
 
 from sordino.client.kernels import all_in_ring, dot_mod_p
+from sordino.client.pool import CheckVector, MaskPool
+from sordino.client.prg import random_key, uniform_mod_p
 from sordino.client.rlwe import SecretKey
 from sordino.client.transport import Connection
 from sordino.proto.v1 import sordino_pb2 as pb
@@ -153,6 +153,7 @@ def verify_expected(group: GroupSpec, check: CheckVector, expected: U32, answers
 def fill(
     connection: Connection,
     pool: MaskPool,
+    checks: Mapping[str, CheckVector],
     slots: int,
     progress: Progress | None = None,
     cancelled: threading.Event | None = None,
@@ -174,7 +175,7 @@ def fill(
 
         def attempt() -> None:
             nonlocal done
-            for filled in _stream_groups(connection, pool, batch.masks, batch.write, key, done, cancelled):
+            for filled in _stream_groups(connection, checks, batch.masks, batch.write, key, done, cancelled):
                 done = filled
                 if progress:
                     progress(done, len(groups))
@@ -189,7 +190,7 @@ def fill(
 
 def _stream_groups(
     connection: Connection,
-    pool: MaskPool,
+    checks: Mapping[str, CheckVector],
     masks: Callable[[str], U32],
     write: Callable[[str, U32], None],
     key: SecretKey,
@@ -242,7 +243,7 @@ def _stream_groups(
                 halves[1, :, span] = unpack(response.c1, (2, points, columns))
             r, _ = sent.pop(index)
             wr = combine_planes(key.decrypt(halves[0], halves[1]), group.planes)[: r.shape[0]]
-            check = pool.check(group.name)
+            check = checks.get(group.name)
             if check is not None:
                 verify(group, check, r, wr)
             write(group.name, wr)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from sordino.client.kernels import U32
-from sordino.client.pool import MaskPool
+from sordino.client.pool import CheckVector, MaskPool
 from sordino.client.provision import Progress, fetch_check_vectors, fill
 from sordino.client.transport import Connection
-from sordino.shared.errors import IntegrityError, PoolExhaustedError, SordinoError
+from sordino.shared.errors import IntegrityError, PoolError, PoolExhaustedError, SordinoError
 
 log = logging.getLogger(__name__)
 Notify = Callable[[str], None]
+_PAUSE_S = 30.0  # after a refill that failed, before the next one in the background
 
 
 class PoolKeeper:
@@ -45,18 +47,37 @@ class PoolKeeper:
         self._notify = notify
         self._progress = progress
         self._filling = threading.Lock()
+        self._checks: dict[str, CheckVector] = {}
         self._background: threading.Thread | None = None
         self._background_error: SordinoError | None = None
         self._cancelled = threading.Event()
+        self._not_before = 0.0
 
     def prepare(self, count: int) -> None:
         """Fetches ``count`` check vectors per group unless the pool has them (0 turns integrity checks off)."""
-        first = self._connection.manifest.groups[0].name
-        have = self.pool.check(first)
+        groups = self._connection.manifest.groups
+        have = self.pool.check(groups[0].name)
         if count and (have is None or have.v.shape[0] != count):
+            if self.pool.slots_left:
+                # W r in the pool was checked under those vectors or under none: new ones would vouch for it falsely.
+                raise PoolError(
+                    f"the pool's masks were not made under {count} check vector(s): take another pool or remove this"
+                )
             # An attempt that a broken stream ends begins anew, with other vectors and keys.
             vectors = self._connection.retrying(lambda: fetch_check_vectors(self._connection, count, self._progress))
             self.pool.store_check(vectors)
+        # Kept here: a check that began with vectors never ends without them, whatever becomes of the pool meanwhile.
+        # A pool that has vectors is checked under them also by who asks for none.
+        self._checks = {group.name: check for group in groups if (check := self.pool.check(group.name)) is not None}
+
+    def check(self, group: str) -> CheckVector | None:
+        """The check vectors in force for a group; None where the user turned checks off."""
+        return self._checks.get(group)
+
+    def raise_failure(self) -> None:
+        """Raises the IntegrityError of a background batch, if there was one: nothing may be used after it."""
+        if isinstance(self._background_error, IntegrityError):
+            raise self._background_error
 
     def take(self, group: str, rows: int) -> tuple[U32, U32]:
         """Masks for ``rows`` rows of a group; see :meth:`MaskPool.take`.
@@ -65,8 +86,7 @@ class PoolKeeper:
             PoolExhaustedError: none are left and refilling is off.
             IntegrityError: a background batch failed its check.
         """
-        if isinstance(self._background_error, IntegrityError):
-            raise self._background_error
+        self.raise_failure()
         while True:
             try:
                 taken = self.pool.take(group, rows)
@@ -104,7 +124,7 @@ class PoolKeeper:
 
     def _fill(self) -> None:
         try:
-            fill(self._connection, self.pool, self._batch, self._progress, self._cancelled)
+            fill(self._connection, self.pool, self._checks, self._batch, self._progress, self._cancelled)
         except IntegrityError:
             self.destroy()
             raise
@@ -112,19 +132,26 @@ class PoolKeeper:
     def _start_background(self) -> None:
         if self._background is not None and self._background.is_alive():
             return
+        if time.monotonic() < self._not_before:
+            return
         if not self._filling.acquire(blocking=False):
             return
-        self._background = threading.Thread(target=self._run_background, name="sordino-refill", daemon=True)
-        self._background.start()
+        try:
+            self._background = threading.Thread(target=self._run_background, name="sordino-refill", daemon=True)
+            self._background.start()
+        except BaseException:
+            self._filling.release()
+            raise
 
     def _run_background(self) -> None:
         try:
-            fill(self._connection, self.pool, self._batch, None, self._cancelled)
+            fill(self._connection, self.pool, self._checks, self._batch, None, self._cancelled)
         except IntegrityError as error:
             self._background_error = error
             self.destroy()
         except SordinoError as error:
             # Not fatal: the pool still has masks, and a dry pool provisions in the foreground with the same error.
             log.warning("background provisioning stopped: %s", error)
+            self._not_before = time.monotonic() + _PAUSE_S
         finally:
             self._filling.release()

@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from sordino.shared.errors import SordinoError
 
@@ -46,7 +47,7 @@ def main() -> None:
         build()()
     except SordinoError as error:
         Console(stderr=True).print(
-            f"[bold red]error:[/] {type(error).__name__}: {error}", highlight=False, soft_wrap=True
+            f"[bold red]error:[/] {type(error).__name__}: {escape(str(error))}", highlight=False, soft_wrap=True
         )
         sys.exit(1)
 

@@ -1,0 +1,171 @@
+"""A connection at the terminal: progress bars, the prompt's tokens, a streamer that keeps time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from sordino.shared.errors import AuthError, RangeError
+
+if TYPE_CHECKING:
+    from sordino.client.session import Connected
+
+console = Console(stderr=True)
+
+
+@contextmanager
+def connected(
+    server: str,
+    *,
+    ca: Path | None,
+    token_file: Path | None,
+    pool: Path | None = None,
+    seal: bool = False,
+    batch: int = 2048,
+    protocol: str = "masked",
+    **more: Any,
+) -> Iterator[Connected]:
+    """:func:`sordino.client.connect` with progress bars; closes the session at the end."""
+    from sordino.client.session import connect
+
+    try:
+        token = token_file.read_text().strip() if token_file else os.environ.get("SORDINO_TOKEN")
+    except OSError as error:
+        raise AuthError(f"the token file cannot be read: {error.strerror}") from error
+    passphrase = None
+    if seal:
+        passphrase = os.environ.get("SORDINO_PASSPHRASE") or typer.prompt(
+            "Passphrase of the pool", hide_input=True, err=True
+        )
+    bars = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    downloads = Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=console, transient=True
+    )
+    with _on_demand(bars, "provisioning groups") as on_provision:
+        with _on_demand(downloads, "client bundle") as on_bundle:
+            link = connect(
+                server,
+                token=token,
+                ca=ca,
+                pool=pool,
+                passphrase=passphrase,
+                batch=batch,
+                protocol=cast(Literal["masked", "clear"], protocol),
+                on_bundle=on_bundle,
+                on_provision=on_provision,
+                on_plan=lambda text: console.print(text, highlight=False),
+                on_notice=lambda text: console.print(f"[yellow]{text}[/]"),
+                **more,
+            )
+        with link.session:
+            yield link
+
+
+@contextmanager
+def _on_demand(bars: Progress, title: str) -> Iterator[Any]:
+    """A progress callback whose bar appears at the first call and goes when the work is done."""
+    task = None
+
+    def update(done: int, total: int) -> None:
+        nonlocal task
+        if task is None or bars.finished:
+            bars.start()
+            if task is not None:
+                bars.remove_task(task)
+            task = bars.add_task(title, total=total)
+        bars.update(task, completed=done, total=total)
+        if done >= total:
+            bars.stop()
+
+    try:
+        yield update
+    finally:
+        bars.stop()
+
+
+def encode_prompt(link: Connected, text: str, *, raw: bool = False, system: str | None = None) -> dict[str, Any]:
+    """Token ids of a prompt, through the chat template unless ``raw``; one beginning-of-text token at most either way.
+
+    Raises:
+        RangeError: nothing to ask, messages that the template does not take, or a prompt longer than the model's
+            positions.
+    """
+    from jinja2 import TemplateError
+
+    tokenizer = link.tokenizer
+    if not text.strip():
+        raise RangeError("the prompt is empty: there is nothing to send")
+    if raw or tokenizer.chat_template is None:
+        # A prompt that was rendered elsewhere brings its own.
+        own = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+        encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not own)
+    else:
+        messages = [{"role": "system", "content": system}] if system else []
+        try:
+            encoded = tokenizer.apply_chat_template(
+                [*messages, {"role": "user", "content": text}],
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
+            )
+        except TemplateError:
+            raise RangeError(
+                "the model's chat template refuses these messages: leave out --system, or use --raw"
+            ) from None
+    limit = getattr(link.model.config, "max_position_embeddings", None)
+    length = encoded["input_ids"].shape[1]
+    if limit and length >= limit:
+        raise RangeError(f"the prompt has {length} tokens, the model takes {limit} with the answer: shorten it")
+    return {key: encoded[key] for key in ("input_ids", "attention_mask")}
+
+
+def timed_streamer(tokenizer: Any, *, silent: bool = False, on_first: Callable[[], None] | None = None) -> Any:
+    """A transformers TextStreamer that notes when each token came (``times``) and which (``ids``)."""
+    from transformers import TextStreamer
+
+    class Timed(TextStreamer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.times: list[float] = []
+            self.ids: list[int] = []
+            self._prompt_seen = False
+
+        def put(self, value: Any) -> None:
+            if self._prompt_seen:
+                if on_first and not self.times:
+                    on_first()
+                self.times.append(time.perf_counter())
+                self.ids.extend(value.reshape(-1).tolist())
+            self._prompt_seen = True
+            if not silent:
+                super().put(value)
+
+        def end(self) -> None:
+            if not silent:
+                super().end()
+
+    return Timed()
