@@ -7,6 +7,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -431,3 +432,23 @@ def test_pool_of_another_model(server: ServerProcess, bundles: Callable[..., Pat
         assert session.masks_left, "the pool is of use to its own model still"
         assert "provision" not in session.traffic.up
     assert time.monotonic() - started < 30
+
+
+def test_a_caller_without_a_token_holds_no_thread(server: ServerProcess) -> None:
+    """Hundreds of calls that send headers and never a message are refused at once; others are served meanwhile."""
+    hold = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        hold.wait(60)
+        yield from ()
+
+    with server.channel() as channel:
+        call = channel.stream_unary("/sordino.proto.v1.Sordino/GetManifest")
+        waiting = [call.future(never()) for _ in range(350)]
+        try:
+            codes = {future.exception(timeout=20).code() for future in waiting}
+            assert codes <= {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+            assert grpc.StatusCode.UNAUTHENTICATED in codes
+            assert server.serves()
+        finally:
+            hold.set()

@@ -169,6 +169,8 @@ def fill(
         TransportError: the server stayed away for ``retry_s``.
     """
     groups = connection.manifest.groups
+    if slots > PARAMS.n:
+        raise PoolError(f"a batch has at most {PARAMS.n} slots, not {slots}: make several")
     with pool.new_batch(slots) as batch:
         key = SecretKey()
         done = 0

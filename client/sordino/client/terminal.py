@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -78,7 +79,7 @@ def connected(
                 on_bundle=on_bundle,
                 on_provision=on_provision,
                 on_plan=lambda text: console.print(text, highlight=False),
-                on_notice=lambda text: console.print(f"[yellow]{text}[/]"),
+                on_notice=lambda text: console.print(f"[yellow]{escape(text)}[/]"),
                 **more,
             )
         with link.session:

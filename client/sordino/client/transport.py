@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -147,8 +148,11 @@ class Connection:
         return call
 
     def retrying(self, attempt: Callable[[], T]) -> T:
-        """Runs ``attempt`` until it succeeds, fails for another reason than the transport, or ``retry_s`` is over."""
-        deadline = time.monotonic() + self.retry_s
+        """Runs ``attempt`` until it succeeds or fails for another reason than the transport.
+
+        It gives up ``retry_s`` after the first failure: how long the work took before does not count.
+        """
+        deadline = math.inf
         for tries in range(1 << 30):
             try:
                 try:
@@ -159,6 +163,7 @@ class Connection:
                 raise
             except TransportError:
                 pause = _BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)]
+                deadline = min(deadline, time.monotonic() + self.retry_s)
                 if time.monotonic() + pause > deadline:
                     raise
                 self.traffic.retries += 1
@@ -343,8 +348,12 @@ def _channel(target: str, ca: Path | None) -> grpc.Channel:
     parts = urlsplit(target)
     if parts.scheme not in ("grpc", "grpcs") or not parts.hostname or parts.path not in ("", "/"):
         raise TransportError(f"target {target!r} is not of the form grpcs://host:port")
+    try:
+        port = parts.port or DEFAULT_PORT
+    except ValueError:
+        raise TransportError(f"target {target!r}: the port is not a number from 1 to 65535") from None
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    address = f"{host}:{parts.port or DEFAULT_PORT}"
+    address = f"{host}:{port}"
     options: list[tuple[str, int]] = channel_options(_MAX_MESSAGE + ENVELOPE_BYTES)
     # gRPC by itself waits up to two minutes between attempts to connect, whatever is asked of the channel meanwhile.
     options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]

@@ -90,7 +90,7 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
 
 def build_server(service: SordinoService, config: ServerConfig) -> tuple[grpc.Server, health.HealthServicer]:
     """The gRPC server, not listening yet: one thread a stream, and room beside them for health and short calls."""
-    workers = config.limits.max_streams + config.limits.max_provisioning + _SPARE_WORKERS
+    workers = config.limits.max_streams + config.limits.max_provisioning + config.limits.max_downloads + _SPARE_WORKERS
     interceptors: list[grpc.ServerInterceptor] = [DecodingInterceptor(SERVICE_NAME)]
     if config.tokens:
         interceptors.append(TokenInterceptor(TokenFile(config.tokens)))

@@ -103,9 +103,9 @@ class TokenInterceptor(grpc.ServerInterceptor):
         try:
             self._tokens.verify(bearer(handler_call_details.invocation_metadata or ()))
         except AuthError as error:
-            return _refusal(handler, str(error))
+            return _refusal(str(error))
         except OSError:
-            return _refusal(handler, "the server's token file cannot be read: its operator must mend it")
+            return _refusal("the server's token file cannot be read: its operator must mend it")
         return handler
 
 
@@ -129,14 +129,10 @@ def identity_of(context: Context) -> str:
         return ANONYMOUS
 
 
-def _refusal(handler: Handler, text: str) -> Handler:
+def _refusal(text: str) -> Handler:
+    """Ends a call without reading from it: who may not enter holds no thread by sending nothing."""
+
     def refuse(_: object, context: Context) -> NoReturn:
         context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    return make(refuse, handler.request_deserializer, handler.response_serializer)
+    return grpc.stream_stream_rpc_method_handler(refuse)

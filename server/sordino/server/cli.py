@@ -69,7 +69,7 @@ def split(
 def serve(
     bundle: Annotated[Path, typer.Argument(help="Folder made by `sordino split`.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 50551,
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 50551,
     state: Annotated[Path, typer.Option(help="Where certificates and tokens live.")] = DEFAULT_STATE,
     hostnames: Annotated[str, typer.Option(help="Names for the self-made certificate.")] = "localhost,127.0.0.1",
     tls_cert: Annotated[Path | None, typer.Option(help="Your own certificate (PEM), with --tls-key.")] = None,
@@ -78,10 +78,10 @@ def serve(
     no_auth: Annotated[bool, typer.Option("--no-auth", help="No tokens; loopback only.")] = False,
     allow_clear: Annotated[bool, typer.Option("--allow-clear", help="Answer unmasked rows too; for tests.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads of the kernels; 0 takes all cores.")] = 0,
+    threads: Annotated[int, typer.Option(help="CPU threads of the kernels; 0 takes all cores.", min=0)] = 0,
     grace: Annotated[float, typer.Option(help="Seconds for running calls after SIGTERM.")] = 10.0,
     max_message_mib: Annotated[int, typer.Option(help="Largest message.")] = 8,
-    max_streams: Annotated[int, typer.Option(help="Evaluation streams at a time.")] = 256,
+    max_streams: Annotated[int, typer.Option(help="Evaluation streams at a time.", min=1)] = 256,
     port_file: Annotated[Path | None, typer.Option(help="Write the port here when ready.")] = None,
 ) -> None:
     """Host a split model over gRPC."""

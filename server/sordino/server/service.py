@@ -58,6 +58,8 @@ class Limits:
     max_streams_per_identity: int = 32
     max_provisioning: int = 8
     max_provisioning_per_identity: int = 4
+    max_downloads: int = 32
+    max_downloads_per_identity: int = 4
 
     def __post_init__(self) -> None:
         if not 1 << 16 <= self.max_message_bytes <= 1 << 30:
@@ -96,7 +98,8 @@ class SordinoService(pb_grpc.SordinoServicer):
         )
 
     def FetchFile(self, request: pb.FetchFileRequest, context: Context) -> Iterator[pb.FileChunk]:  # noqa: N802
-        with _edge(context):
+        limits = self._limits
+        with _edge(context), self._admit("download", context, limits.max_downloads, limits.max_downloads_per_identity):
             path = self._store.client_file(request.name)
             if path is None:
                 raise UnknownGroupError("no such file in the client bundle")

@@ -50,6 +50,11 @@ def main() -> None:
             f"[bold red]error:[/] {type(error).__name__}: {escape(str(error))}", highlight=False, soft_wrap=True
         )
         sys.exit(1)
+    except OSError as error:
+        named = f": {error.filename}" if error.filename else ""
+        text = escape(f"{error.strerror or type(error).__name__}{named}")
+        Console(stderr=True).print(f"[bold red]error:[/] {text}", highlight=False, soft_wrap=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":
