@@ -23,7 +23,7 @@ from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import IntegrityError, PoolError, ProtocolError, TransportError
 from sordino.shared.manifest import GroupSpec, ModelManifest
 from sordino.shared.packing import BlockShape, decode_rows, encode_rows, plan
-from sordino.shared.ring import P
+from sordino.shared.ring import combine_planes
 from sordino.shared.rlwe import PARAMS, SEED_BYTES, U32, expand_uniform, pack, packed_bytes, unpack
 
 Progress = Callable[[int, int], None]
@@ -61,14 +61,6 @@ def plan_batch(manifest: ModelManifest, slots: int, *, checks: int) -> Provision
         check_bytes=sum(shape.upload_bytes() + planes * shape.download_bytes() for shape, planes in shapes),
         disk_bytes=4 * slots * sum(g.out_features for g in manifest.groups),
     )
-
-
-def combine_planes(y: U32, planes: int) -> U32:
-    """Columns ``[R, planes * m]`` to ``[R, m]``: low + 256 * high mod p (the noise bound keeps the planes apart)."""
-    if planes == 1:
-        return y
-    low, high = np.split(y.astype(np.uint64), planes, axis=1)
-    return ((low + 256 * high) % P).astype(np.uint32)
 
 
 def points_per_block(group: GroupSpec, max_message_bytes: int) -> int:
@@ -201,7 +193,7 @@ def _stream_groups(
 ) -> Iterator[int]:
     groups = connection.manifest.groups
     room = threading.Semaphore(_IN_FLIGHT)
-    sent: dict[int, tuple[U32, U32]] = {}
+    sent: dict[int, U32] = {}
     closed = threading.Event()
 
     def requests() -> Iterator[pb.ProvisionRequest]:
@@ -221,7 +213,7 @@ def _stream_groups(
                 [expand_uniform(seed, b, (points, group.in_features)) for b in range(PARAMS.n // points)], axis=1
             )
             c0 = key.encrypt(padded, c1)
-            sent[index] = (r, c0)
+            sent[index] = r
             for block in range(PARAMS.n // points):
                 part = np.ascontiguousarray(c0[:, block * points : (block + 1) * points])
                 yield pb.ProvisionRequest(
@@ -243,7 +235,7 @@ def _stream_groups(
                 span = slice(block * points, (block + 1) * points)
                 halves[0, :, span] = unpack(response.c0, (2, points, columns))
                 halves[1, :, span] = unpack(response.c1, (2, points, columns))
-            r, _ = sent.pop(index)
+            r = sent.pop(index)
             wr = combine_planes(key.decrypt(halves[0], halves[1]), group.planes)[: r.shape[0]]
             check = checks.get(group.name)
             if check is not None:

@@ -23,7 +23,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from sordino.shared.errors import ProtocolError
-from sordino.shared.ring import P
+from sordino.shared.ring import P, combine_planes
 
 log = logging.getLogger(__name__)
 
@@ -203,11 +203,3 @@ class RingMatrix:
         if rows.ndim != 2 or rows.shape[1] != self.in_features:
             raise ProtocolError(f"rows of shape {rows.shape}, expected [*, {self.in_features}]")
         return combine_planes(self._kernel.matmul(self.weights, rows), self.planes)
-
-
-def combine_planes(y: U32, planes: int) -> U32:
-    """``[R, planes * m]`` to ``[R, m]``: low + 256 * high mod p."""
-    if planes == 1:
-        return y
-    low, high = np.split(y.astype(np.uint64), planes, axis=1)
-    return ((low + 256 * high) % P).astype(np.uint32)

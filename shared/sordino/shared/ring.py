@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 P: Final = 2**32 - 5
 P_HALF: Final = (P - 1) // 2
 _W_MAX: Final = {8: 127, 12: 2047}
@@ -34,3 +37,11 @@ def activation_bound(in_features: int, weight_bits: int, l1_max: int) -> int:
     """
     worst = in_features * _W_MAX[weight_bits]
     return P_HALF // (worst if weight_bits == 8 else max(l1_max, 1))
+
+
+def combine_planes(y: NDArray[np.uint32], planes: int) -> NDArray[np.uint32]:
+    """Products of each int8 plane of W, ``[R, planes * m]``, to those of W, ``[R, m]``: low + 256 * high mod p."""
+    if planes == 1:
+        return y
+    low, high = np.split(y.astype(np.uint64), planes, axis=1)
+    return ((low + 256 * high) % P).astype(np.uint32)
