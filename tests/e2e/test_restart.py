@@ -213,7 +213,8 @@ def test_drain_ends_idle_streams_at_once(mortal: ServerProcess) -> None:
     started = time.monotonic()
     answers, status, details = send_raw(mortal, "Evaluate", requests())
     held.set()
-    assert (status in ENDED, len(answers) <= 1) == (True, True), f"{status}: {details}"
+    assert status in ENDED, f"{status}: {details}\n{mortal.log()[-1000:]}"
+    assert len(answers) <= 1
     assert mortal.wait() == 0
     assert time.monotonic() - started < 8, "an idle stream held the server up until the grace was over"
     mortal.restart()

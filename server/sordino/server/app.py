@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -62,15 +62,14 @@ class ServerConfig:
 def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
     """Serves until SIGTERM or SIGINT, then drains and returns. Call it from the main thread.
 
+    While the bundle is loaded, either signal ends the process at once: nobody is served yet.
+
     Args:
         ready: called once with the port, when requests are answered.
 
     Raises:
         SordinoError: the bundle is damaged, or the port cannot be had.
     """
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     store = MatrixStore(config.bundle, config.device)
     log.info("%d groups on %s by %s", len(store.matrices), store.device, store.kernel.name)
     service = SordinoService(store, config.limits, allow_clear=config.allow_clear)
@@ -79,13 +78,25 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
     server.start()
     for name in ("", SERVICE_NAME):
         checks.set(name, health_pb2.HealthCheckResponse.SERVING)
-    ready(port)
-    stop.wait()
+    asyncio.run(_until_signalled(lambda: ready(port)))
     log.info("draining: no new streams, at most %.0f s for the running ones", config.grace_s)
     checks.enter_graceful_shutdown()
     stopped = server.stop(config.grace_s)
     service.drain()
     stopped.wait()
+
+
+async def _until_signalled(ready: Callable[[], None]) -> None:
+    """Waits for SIGTERM or SIGINT by asyncio's wake-up socket.
+
+    A lock would not do: a handler that sets an Event can meet its own thread inside that Event, and a signal that the
+    system gives to another thread wakes no lock.
+    """
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    ready()
+    await stop.wait()
 
 
 def build_server(service: SordinoService, config: ServerConfig) -> tuple[grpc.Server, health.HealthServicer]:

@@ -246,8 +246,10 @@ class SordinoService(pb_grpc.SordinoServicer):
     def _until_drained(self, requests: Iterator[T], context: Context) -> Iterator[T]:
         """Requests until the client ends or the server drains; what was asked before is still answered."""
         try:
-            while not self._draining:
-                self._idle.add(context)
+            while True:
+                self._idle.add(context)  # before the look at `_draining`: drain() sets that first and reads this after
+                if self._draining:
+                    raise TransportError(_DRAINING)
                 request = next(requests, None)
                 self._idle.discard(context)
                 if request is None:
@@ -255,7 +257,6 @@ class SordinoService(pb_grpc.SordinoServicer):
                 yield request
         finally:
             self._idle.discard(context)
-        raise TransportError(_DRAINING)
 
     def drain(self) -> None:
         """Refuses new streams and ends the idle ones; those with a request under way answer it first."""
