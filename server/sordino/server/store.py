@@ -12,6 +12,9 @@ from sordino.shared.errors import BundleError, RangeError
 from sordino.shared.manifest import CLIENT_DIR, SERVER_DIR, ModelManifest, sha256_file
 from sordino.shared.rlwe import PARAMS
 
+# Elements: what a check needs beside the mapped weights stays small.
+_CHECKED_AT_ONCE = 1 << 17
+
 
 class MatrixStore:
     """Loads a bundle made by ``sordino split``.
@@ -72,9 +75,10 @@ class MatrixStore:
         if weights.numel() and int(weights.min()) < -127 and planes == 1:
             raise RangeError(f"group {name!r}: a weight of -128; int8 weights are symmetric")
         half = weights.shape[0] // planes
-        for start in range(0, half, 1024):
+        step = max(1, _CHECKED_AT_ONCE // weights.shape[1])
+        for start in range(0, half, step):
             parts = [
-                weights[k * half + start : k * half + min(start + 1024, half)].to(torch.float64) for k in range(planes)
+                weights[k * half + start : k * half + min(start + step, half)].to(torch.float64) for k in range(planes)
             ]
             for part in parts:
                 PARAMS.check_norm(name, float(part.square().sum(dim=1).max().sqrt()))
