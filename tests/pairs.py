@@ -17,9 +17,11 @@ from sordino.server.store import MatrixStore
 class InProcessServer:
     """The real server on a loopback port, in threads of this process."""
 
-    def __init__(self, bundle: Path) -> None:
-        service = SordinoService(MatrixStore(bundle), Limits(), allow_clear=True)
-        self._server, _ = build_server(service, ServerConfig(bundle=bundle, tls=None, tokens=None))
+    def __init__(self, bundle: Path, limits: Limits | None = None) -> None:
+        limits = limits or Limits()
+        self.store = MatrixStore(bundle)
+        service = SordinoService(self.store, limits, allow_clear=True)
+        self._server, _ = build_server(service, ServerConfig(bundle=bundle, tls=None, tokens=None, limits=limits))
         self.port = self._server.add_insecure_port("127.0.0.1:0")
         self._server.start()
 

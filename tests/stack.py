@@ -268,7 +268,7 @@ def masks_message(manifest: ModelManifest, group: int = 0, points: int = 64, **f
 def check_message(manifest: ModelManifest, group: int = 0, **fields: Any) -> bytes:
     """A valid request for one check vector, unless ``fields`` say otherwise."""
     spec = manifest.groups[group]
-    shape = plan(1, spec.out_features, spec.in_features)
+    shape = plan(1, spec.out_features, spec.in_features)[0].shape
     size = (2, PARAMS.n, shape.input_blocks)
     c0 = pack(np.random.default_rng(2).integers(0, min(PARAMS.primes), size, dtype=np.uint32))
     check = pb.CheckVectors(rows=shape.rows, inputs=shape.inputs, outputs=shape.outputs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +23,10 @@ from sordino.client.transport import Connection
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import IntegrityError, PoolError, ProtocolError, TransportError
 from sordino.shared.manifest import GroupSpec, ModelManifest
-from sordino.shared.packing import BlockShape, decode_rows, encode_rows, plan
-from sordino.shared.ring import combine_planes
+from sordino.shared.packing import Part, decode_rows, encode_rows, plan
+from sordino.shared.ring import P, combine_planes
 from sordino.shared.rlwe import PARAMS, SEED_BYTES, U32, expand_uniform, pack, packed_bytes, unpack
+from sordino.shared.transport import DEFAULT_MAX_MESSAGE_BYTES
 
 Progress = Callable[[int, int], None]
 """Called with (groups done, groups in all)."""
@@ -48,17 +50,22 @@ class ProvisionPlan:
         return (self.up_bytes + self.down_bytes) / self.slots
 
 
-def plan_batch(manifest: ModelManifest, slots: int, *, checks: int) -> ProvisionPlan:
-    """The cost of one batch of ``slots`` (a batch travels as full polynomials, so fewer slots save disk alone)."""
+def plan_batch(
+    manifest: ModelManifest, slots: int, *, checks: int, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+) -> ProvisionPlan:
+    """The cost of one batch of ``slots`` (a batch travels as full polynomials, so fewer slots save disk alone).
+
+    Check vectors of large groups cost more with smaller messages: what one part needs is sent again for the next.
+    """
     up = sum(packed_bytes(2 * PARAMS.n * g.in_features) for g in manifest.groups)
     down = sum(2 * packed_bytes(2 * PARAMS.n * g.planes * g.out_features) for g in manifest.groups)
-    shapes = [(plan(checks, g.out_features, g.in_features), g.planes) for g in manifest.groups] if checks else []
+    parts = [(g, _check_parts(g, checks, max_message_bytes)) for g in manifest.groups] if checks else []
     return ProvisionPlan(
         slots=slots,
         groups=len(manifest.groups),
         up_bytes=up,
         down_bytes=down,
-        check_bytes=sum(shape.upload_bytes() + planes * shape.download_bytes() for shape, planes in shapes),
+        check_bytes=sum(p.shape.upload_bytes() + g.planes * p.shape.download_bytes() for g, ps in parts for p in ps),
         disk_bytes=4 * slots * sum(g.out_features for g in manifest.groups),
     )
 
@@ -82,39 +89,60 @@ def points_per_block(group: GroupSpec, max_message_bytes: int) -> int:
 
 
 def fetch_check_vectors(connection: Connection, count: int, progress: Progress | None = None) -> dict[str, CheckVector]:
-    """c = v^T W for ``count`` secret random v per group, as encrypted products with W^T.
+    """c = v^T W for ``count`` secret random v per group, as encrypted products with W^T; large ones part by part.
 
     Raises:
         ProtocolError: an answer of the wrong size.
         TransportError: the server went away; nothing is kept.
     """
     groups = connection.manifest.groups
-    states: list[tuple[SecretKey, bytes, U32, BlockShape]] = []
+    parts = [_check_parts(group, count, connection.max_message_bytes) for group in groups]
+    keys = [SecretKey() for _ in groups]
+    vs = [uniform_mod_p(random_key(), b"check vector", count * g.out_features).reshape(count, -1) for g in groups]
 
     def requests() -> Iterator[pb.ProvisionRequest]:
         for index, group in enumerate(groups):
-            shape = plan(count, group.out_features, group.in_features)
-            v = uniform_mod_p(random_key(), b"check vector", count * group.out_features).reshape(count, -1)
-            key, seed = SecretKey(), os.urandom(SEED_BYTES)
-            x = encode_rows(v, shape)
-            c0 = key.encrypt(x, expand_uniform(seed, 0, (PARAMS.n, shape.input_blocks)))
-            states.append((key, seed, v, shape))
-            packed = pb.CheckVectors(rows=shape.rows, inputs=shape.inputs, outputs=shape.outputs)
-            yield pb.ProvisionRequest(group=index, seed=seed, c0=pack(c0), check=packed)
+            for part in parts[index]:
+                shape, seed = part.shape, os.urandom(SEED_BYTES)
+                x = encode_rows(vs[index][:, part.inputs], shape)
+                # Entries of v that several messages need are encrypted anew for each.
+                c0 = keys[index].encrypt(x, expand_uniform(seed, 0, (PARAMS.n, shape.input_blocks)))
+                yield pb.ProvisionRequest(group=index, seed=seed, c0=pack(c0), check=_check_of(group, part))
 
     vectors: dict[str, CheckVector] = {}
-    for index, response in enumerate(connection.provision(requests())):
-        group = _expected(groups, index, response)
-        key, _, v, shape = states[index]
-        halves = (2, PARAMS.n, group.planes * shape.output_blocks)
-        product = key.decrypt(unpack(response.c0, halves), unpack(response.c1, halves))
-        rows = [decode_rows(part, shape) for part in np.split(product, group.planes, axis=1)]
-        vectors[group.name] = CheckVector(v=v, c=combine_planes(np.concatenate(rows, axis=1), group.planes))
-        if progress:
-            progress(index + 1, len(groups))
-    if len(vectors) != len(groups):
-        raise TransportError("the server ended the stream before all check vectors were answered")
+    with closing(connection.provision(requests())) as answers:
+        for index, group in enumerate(groups):
+            c = np.zeros((count, group.in_features), np.uint64)
+            for part in parts[index]:
+                response = next(answers, None)
+                if response is None:
+                    raise TransportError("the server ended the stream before all check vectors were answered")
+                _expected(groups, index, response)
+                halves = (2, PARAMS.n, group.planes * part.shape.output_blocks)
+                product = keys[index].decrypt(unpack(response.c0, halves), unpack(response.c1, halves))
+                rows = [decode_rows(plane, part.shape) for plane in np.split(product, group.planes, axis=1)]
+                c[:, part.outputs] += combine_planes(np.concatenate(rows, axis=1), group.planes)
+            vectors[group.name] = CheckVector(v=vs[index], c=(c % P).astype(np.uint32))
+            if progress:
+                progress(index + 1, len(groups))
+        if next(answers, None) is not None:
+            raise ProtocolError("the server sent more answers than there were requests")
     return vectors
+
+
+def _check_parts(group: GroupSpec, count: int, max_message_bytes: int) -> list[Part]:
+    """The product v^T W, that is W^T v: inputs are the outputs of the group."""
+    return plan(count, group.out_features, group.in_features, planes=group.planes, max_bytes=max_message_bytes)
+
+
+def _check_of(group: GroupSpec, part: Part) -> pb.CheckVectors:
+    shape = part.shape
+    check = pb.CheckVectors(rows=shape.rows, inputs=shape.inputs, outputs=shape.outputs)
+    if shape.in_features < group.out_features:
+        check.first_input, check.input_count = part.inputs.start, shape.in_features
+    if shape.out_features < group.in_features:
+        check.first_output, check.output_count = part.outputs.start, shape.out_features
+    return check
 
 
 def verify(group: GroupSpec, check: CheckVector, rows: U32, answers: U32) -> None:

@@ -210,10 +210,14 @@ class SordinoService(pb_grpc.SordinoServicer):
         if 2 * wanted.rows * wanted.inputs * wanted.outputs <= PARAMS.n:
             # Small blocks make many polynomials of few weights: gigabytes, for a request of a few megabytes.
             raise ProtocolError(f"a block that leaves half of its {PARAMS.n} coefficients empty")
-        shape = BlockShape(wanted.rows, wanted.inputs, wanted.outputs, matrix.out_features, matrix.in_features)
+        inputs = _range("inputs", wanted.first_input, wanted.input_count, matrix.out_features)
+        outputs = _range("outputs", wanted.first_output, wanted.output_count, matrix.in_features)
+        shape = BlockShape(
+            wanted.rows, wanted.inputs, wanted.outputs, inputs.stop - inputs.start, outputs.stop - outputs.start
+        )
         self._bound_answer(2 * packed_bytes(2 * PARAMS.n * matrix.planes * shape.output_blocks))
         c0 = _residues(request, (2, PARAMS.n, shape.input_blocks))
-        out0, out1 = product_of_checks(matrix, shape, request.seed, c0)
+        out0, out1 = product_of_checks(matrix, shape, request.seed, c0, inputs, outputs)
         return pb.ProvisionResponse(group=request.group, c0=pack(out0), c1=pack(out1))
 
     def _bound_answer(self, size: int) -> None:
@@ -274,6 +278,13 @@ class SordinoService(pb_grpc.SordinoServicer):
                 yield
             finally:
                 torch.set_num_threads(1)
+
+
+def _range(what: str, first: int, count: int, size: int) -> slice:
+    stop = first + count if count else size
+    if not first < stop <= size:
+        raise ProtocolError(f"{what} {first} to {stop} are not a range of the {size} that this matrix has")
+    return slice(first, stop)
 
 
 def _residues(request: pb.ProvisionRequest, shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:

@@ -13,14 +13,13 @@ Polynomials are columns, as everywhere (:mod:`sordino.shared.rlwe`).
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from sordino.shared.errors import RangeError
 from sordino.shared.rlwe import PARAMS, RESIDUE_BITS, U32, RlweParams, ntt
 
 I8 = NDArray[np.int8]
@@ -53,22 +52,62 @@ class BlockShape:
         return self.output_blocks * params.n * 4 * RESIDUE_BITS // 8
 
 
-def plan(rows: int, in_features: int, out_features: int, params: RlweParams = PARAMS) -> BlockShape:
-    """The block shape with the least traffic whose noise decodes, for up to ``rows`` rows in one polynomial.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one message carries of a product: some inputs, some outputs, and the shape of their blocks."""
+
+    inputs: slice
+    outputs: slice
+    shape: BlockShape
+
+
+def plan(
+    rows: int,
+    in_features: int,
+    out_features: int,
+    *,
+    planes: int = 1,
+    max_bytes: int = 1 << 62,
+    params: RlweParams = PARAMS,
+) -> list[Part]:
+    """A product of up to ``rows`` rows in the fewest messages, and then with the least traffic, whose noise decodes.
 
     A result coefficient carries the noise of every weight in its polynomials: ``outputs`` rows of W, so their norms add
-    up to at most 127 sqrt(in_features * outputs), which must stay within the bound of one int8 plane.
+    up to at most 127 sqrt(inputs of the part * outputs), which must stay within the bound of one int8 plane.
+
+    Args:
+        planes: int8 planes of W, each answered for itself.
+        max_bytes: of the ciphertexts in a message, either way; each part has one block of each at least.
+
+    Returns:
+        Parts that cover inputs x outputs once. Results of parts with the same outputs add up mod p.
     """
     if not 1 <= rows <= params.n:
         raise ValueError(f"rows must be 1..{params.n}, not {rows}")
     room = params.n // rows
-    shapes = [
-        BlockShape(rows, 1 << k, room >> k, in_features, out_features) for k in range(room.bit_length()) if room >> k
+    max_weights = int((params.max_row_norm / 127) ** 2)
+    cuts: list[tuple[int, int, BlockShape, int, int]] = []
+    for k in range(room.bit_length()):
+        whole = BlockShape(rows, 1 << k, room >> k, in_features, out_features)
+        up, down = whole.upload_bytes(params), whole.download_bytes(params)
+        blocks_in = max(1, max_bytes // (up // whole.input_blocks))
+        blocks_out = max(1, max_bytes // (planes * down // whole.output_blocks))
+        inputs = min(in_features, blocks_in * whole.inputs)
+        if inputs * whole.outputs > max_weights:
+            inputs = max_weights // room * whole.inputs
+        outputs = min(out_features, blocks_out * whole.outputs)
+        ins, outs = -(-in_features // inputs), -(-out_features // outputs)
+        cuts.append((ins * outs, outs * up + ins * down, whole, inputs, outputs))
+    _, _, whole, inputs, outputs = min(cuts, key=lambda cut: cut[:2])
+    return [
+        Part(slice(i, i_end), slice(o, o_end), replace(whole, in_features=i_end - i, out_features=o_end - o))
+        for i, i_end in _ranges(in_features, inputs)
+        for o, o_end in _ranges(out_features, outputs)
     ]
-    shapes = [s for s in shapes if 127 * math.sqrt(in_features * s.outputs) <= params.max_row_norm]
-    if not shapes:
-        raise RangeError(f"rows of {in_features} inputs are over the noise bound of any block")
-    return min(shapes, key=lambda shape: shape.upload_bytes(params) + shape.download_bytes(params))
+
+
+def _ranges(count: int, step: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(first + step, count)) for first in range(0, count, step))
 
 
 def encode_rows(x: U32, shape: BlockShape, params: RlweParams = PARAMS) -> U32:

@@ -173,7 +173,7 @@ def test_packed_product_is_exact(rows: int, inputs: int, outputs: int) -> None:
     rng = np.random.default_rng(inputs)
     weights = rng.integers(-127, 128, (outputs, inputs)).astype(np.int8)
     x = rng.integers(0, P, (rows, inputs), dtype=np.uint32)
-    shape = packing.plan(rows, inputs, outputs)
+    shape = packing.plan(rows, inputs, outputs)[0].shape
     assert shape.rows * shape.inputs * shape.outputs <= N
     key = SecretKey()
     encoded = packing.encode_rows(x, shape)
@@ -185,10 +185,49 @@ def test_packed_product_is_exact(rows: int, inputs: int, outputs: int) -> None:
 
 
 def test_plan_takes_the_cheapest_shape_that_decodes() -> None:
-    shape = packing.plan(1, 960, 576)
+    (part,) = packing.plan(1, 960, 576)
     others = [packing.BlockShape(1, 1 << k, N >> k, 960, 576) for k in range(12)]
-    assert shape.upload_bytes() + shape.download_bytes() == min(s.upload_bytes() + s.download_bytes() for s in others)
-    wide = packing.plan(1, 49152, 576)
-    assert 127 * math.sqrt(49152 * wide.outputs) <= PARAMS.max_row_norm
-    with pytest.raises(RangeError, match="noise bound"):
-        packing.plan(1, 1 << 20, 4)
+    least = min(s.upload_bytes() + s.download_bytes() for s in others)
+    assert part.shape.upload_bytes() + part.shape.download_bytes() == least
+    (wide,) = packing.plan(1, 49152, 576)
+    assert 127 * math.sqrt(49152 * wide.shape.outputs) <= PARAMS.max_row_norm
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("limit", [1 << 16, 8 << 20])
+@pytest.mark.parametrize("size", [(57344, 8192), (22016, 4096), (300, 64), (1 << 20, 4), (1, 1), (7, 100_003)])
+def test_parts_cover_the_product_once_and_fit_both_ways(size: tuple[int, int], limit: int, planes: int) -> None:
+    covered = 0
+    for part in packing.plan(1, *size, planes=planes, max_bytes=limit):
+        shape = part.shape
+        assert (part.inputs.stop - part.inputs.start, part.outputs.stop - part.outputs.start) == (
+            shape.in_features,
+            shape.out_features,
+        )
+        assert part.inputs.stop <= size[0]
+        assert part.outputs.stop <= size[1]
+        assert max(shape.upload_bytes(), planes * shape.download_bytes()) <= limit
+        assert 127 * math.sqrt(shape.in_features * shape.outputs) <= PARAMS.max_row_norm
+        assert N < 2 * shape.rows * shape.inputs * shape.outputs <= 2 * N
+        covered += shape.in_features * shape.out_features
+    assert covered == size[0] * size[1]
+    if size == (57344, 8192) and limit == 8 << 20 and planes == 1:
+        shapes = [part.shape for part in packing.plan(1, *size, max_bytes=limit)]
+        assert sum(s.upload_bytes() + s.download_bytes() for s in shapes) < 70e6, "cutting costs little"
+
+
+@given(st.integers(1, 2), st.integers(1, 300), st.integers(1, 300), st.integers(1, 60_000), st.integers(0, 9))
+@settings(max_examples=15, deadline=None)
+def test_results_of_parts_add_up(rows: int, inputs: int, outputs: int, limit: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    weights = rng.integers(-127, 128, (outputs, inputs)).astype(np.int8)
+    x = rng.integers(0, P, (rows, inputs), dtype=np.uint32)
+    key, total = SecretKey(), np.zeros((rows, outputs), np.uint64)
+    for part in packing.plan(rows, inputs, outputs, max_bytes=limit):
+        encoded = packing.encode_rows(x[:, part.inputs], part.shape)
+        c1 = expand_uniform(bytes(32), 3, encoded.shape)
+        c0 = key.encrypt(encoded, c1)
+        w = packing.encode_weights(weights[part.outputs, part.inputs], part.shape)
+        product = key.decrypt(packing.multiply(w, c0, part.shape), packing.multiply(w, c1, part.shape))
+        total[:, part.outputs] += packing.decode_rows(product, part.shape)
+    assert (total % P == (x.astype(object) @ weights.T.astype(object)) % P).all()

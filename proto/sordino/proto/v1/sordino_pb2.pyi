@@ -71,14 +71,22 @@ class MaskBlock(_message.Message):
     def __init__(self, block: _Optional[int] = ..., points: _Optional[int] = ...) -> None: ...
 
 class CheckVectors(_message.Message):
-    __slots__ = ("rows", "inputs", "outputs")
+    __slots__ = ("rows", "inputs", "outputs", "first_input", "input_count", "first_output", "output_count")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INPUT_FIELD_NUMBER: _ClassVar[int]
+    INPUT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_COUNT_FIELD_NUMBER: _ClassVar[int]
     rows: int
     inputs: int
     outputs: int
-    def __init__(self, rows: _Optional[int] = ..., inputs: _Optional[int] = ..., outputs: _Optional[int] = ...) -> None: ...
+    first_input: int
+    input_count: int
+    first_output: int
+    output_count: int
+    def __init__(self, rows: _Optional[int] = ..., inputs: _Optional[int] = ..., outputs: _Optional[int] = ..., first_input: _Optional[int] = ..., input_count: _Optional[int] = ..., first_output: _Optional[int] = ..., output_count: _Optional[int] = ...) -> None: ...
 
 class ProvisionResponse(_message.Message):
     __slots__ = ("group", "c0", "c1")
