@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,7 +44,7 @@ _ALLOWED_MODEL_TYPES: Final = frozenset(
 _FORBIDDEN_KEYS: Final = frozenset(
     {"auto_map", "custom_generate", "custom_pipelines", "quantization_config", "adapter"}
 )
-_MAX_JSON_BYTES: Final = 64 << 20
+_MAX_JSON_BYTES: Final = 16 << 20
 
 
 def fetch_bundle(connection: Connection, *, cache: Path | None = None, progress: BundleProgress | None = None) -> Path:
@@ -117,7 +118,7 @@ def _check_untrusted(folder: Path) -> None:
             continue
         _refuse_code(path.name, read_json(path))
     model_type = read_json(folder / "config.json").get("model_type")
-    if model_type not in _ALLOWED_MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in _ALLOWED_MODEL_TYPES:
         raise BundleError(f"model type {str(model_type)[:40]!r} is not one that this client runs")
 
 
@@ -139,12 +140,34 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_code(name: str, body: Any) -> None:
-    if isinstance(body, dict):
-        bad = _FORBIDDEN_KEYS & set(body)
-        if bad:
-            raise BundleError(f"{name} asks for code or another source ({', '.join(sorted(bad))}): refused")
-        for value in body.values():
-            _refuse_code(name, value)
-    elif isinstance(body, list):
-        for value in body:
-            _refuse_code(name, value)
+    # No recursion: json.loads takes deeper nesting than Python calls may have.
+    todo = [body]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            bad = _FORBIDDEN_KEYS & set(value)
+            if bad:
+                raise BundleError(f"{name} asks for code or another source ({', '.join(sorted(bad))}): refused")
+            todo += value.values()
+        elif isinstance(value, list):
+            todo += value
+
+
+@contextmanager
+def blamed_on(what: str) -> Iterator[None]:
+    """Whatever a library raises over a stranger's file becomes a BundleError that names the file.
+
+    There is no list of kinds: tokenizers raises bare Exceptions and, where its Rust code panics, something that is not
+    even one; the configs of transformers have errors of their own.
+    """
+    try:
+        yield
+    except BundleError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        text = " ".join(str(error).split())[:200]
+        raise BundleError(
+            f"{what} of the bundle cannot be used ({type(error).__name__}: {text}): ask the provider for a sound bundle"
+        ) from error

@@ -8,11 +8,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from platformdirs import user_data_path
-from transformers import AutoTokenizer
 
 from sordino.client.bundle import BundleProgress, fetch_bundle
-from sordino.client.model import build_model
-from sordino.client.pool import MaskPool
+from sordino.client.model import attach, build_model, load_tokenizer
+from sordino.client.pool import CHUNK, MaskPool
 from sordino.client.protocols import ClearProtocol, LinearProtocol, MaskedProtocol
 from sordino.client.provision import Progress, ProvisionPlan, plan_batch
 from sordino.client.refill import Notify, PoolKeeper
@@ -148,6 +147,11 @@ def connect(
         if wanted not in connection.protocols:
             raise ProtocolError(f"the server does not offer protocol {protocol!r}")
         folder = fetch_bundle(connection, cache=Path(cache) if cache else None, progress=on_bundle)
+        # Before any mask is made: what is wrong with a bundle, its sizes above all, shows here.
+        model = build_model(
+            folder, manifest, connection.timings, device=device, attn_implementation=attn_implementation
+        )
+        tokenizer = load_tokenizer(folder, model)
         keeper: PoolKeeper | None = None
         linear: LinearProtocol
         if protocol == "masked":
@@ -168,10 +172,7 @@ def connect(
             linear = MaskedProtocol(connection, keeper)
         else:
             linear = ClearProtocol(connection)
-        model = build_model(
-            folder, manifest, linear, connection.timings, device=device, attn_implementation=attn_implementation
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        attach(model, linear)
     except BaseException:
         connection.close()
         raise
@@ -207,7 +208,8 @@ def _keeper(
     try:
         fill = provision and refill and not opened.slots_left
         if fill and on_plan:
-            on_plan(describe_plan(plan_batch(manifest, batch, checks=check_vectors)))
+            limit = connection.max_message_bytes
+            on_plan(describe_plan(plan_batch(manifest, batch, checks=check_vectors, max_message_bytes=limit)))
         keeper.prepare(check_vectors)
         if fill:
             keeper.fill_now()
