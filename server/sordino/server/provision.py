@@ -18,7 +18,7 @@ from sordino.server.kernel import RingMatrix
 from sordino.shared.packing import BlockShape, encode_weights, multiply
 from sordino.shared.rlwe import PARAMS, U32, expand_uniform
 
-_POLYNOMIALS: Final = 4096  # encoded at a time: 64 MB
+_POLYNOMIALS: Final = 1024  # encoded at a time: 16 MB, and some four times that on the way
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
