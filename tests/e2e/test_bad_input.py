@@ -277,7 +277,7 @@ def test_wrong_token_on_every_call(server: ServerProcess) -> None:
 
 def test_expired_token(server: ServerProcess) -> None:
     tokens = TokenFile(server.state / "tokens.json")
-    expired = tokens.issue("late", days=-1)
+    expired = tokens.issue("late", days=1e-9)
     with pytest.raises(AuthError, match="expired"):
         _connection(server, token=expired)
     _connection(server, token=tokens.issue("in time", days=1)).close()

@@ -5,11 +5,15 @@ Tokens are 32 random bytes, so a plain hash is enough: there is nothing to guess
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
 import json
+import math
 import os
+import re
 import secrets
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,13 +22,14 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import grpc
 
-from sordino.shared.errors import AuthError
+from sordino.shared.errors import AuthError, SordinoError
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
     Context = grpc.ServicerContext
 ANONYMOUS: Final = "anonymous"
 _OPEN_SERVICES: Final = ("/grpc.health.v1.Health/",)
+_MAX_DAYS: Final = 36_500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,26 +40,58 @@ class TokenRecord:
     sha256: str
     expires: float | None
 
+    def __post_init__(self) -> None:
+        # The fields come from a file that people edit.
+        named = isinstance(self.name, str) and self.name.strip()
+        hashed = isinstance(self.sha256, str) and re.fullmatch("[0-9a-f]{64}", self.sha256)
+        dated = self.expires is None or (type(self.expires) in (int, float) and abs(self.expires) < math.inf)
+        if not (named and hashed and dated):
+            raise ValueError("not the record of a token")
+
 
 class TokenFile:
     """A JSON file of token records, mode 0600; re-read when it changes, so tokens are added without a restart."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: tuple[int, int, int] | None = None
         self._records: list[TokenRecord] = []
 
     def issue(self, name: str, *, days: float | None = None) -> str:
-        """Adds a token and returns it; it cannot be shown again."""
+        """Adds a token and returns it; it cannot be shown again. Several processes may issue at once.
+
+        Raises:
+            SordinoError: no name, or no number of days.
+            AuthError: the file is malformed; it stays as it is.
+        """
+        if not name.strip():
+            raise SordinoError("a token needs a name: say whose it is")
+        if days is not None and not 0 < days <= _MAX_DAYS:
+            raise SordinoError(f"a token is valid for more than 0 and at most {_MAX_DAYS} days, not {days}")
         token = "sord_" + secrets.token_urlsafe(32)
         expires = None if days is None else time.time() + days * 86_400
         record = TokenRecord(name=name, sha256=hashlib.sha256(token.encode()).hexdigest(), expires=expires)
-        records = [*(self._load() if self._path.exists() else []), record]
-        temporary = self._path.with_suffix(".tmp")
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump([asdict(r) for r in records], file, indent=1)
-        temporary.replace(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            records = [*(self._load() if self._path.exists() else []), record]
+            self._replace(json.dumps([asdict(r) for r in records], indent=1))
+            os.fsync(folder)
+        finally:
+            os.close(folder)
         return token
+
+    def _replace(self, text: str) -> None:
+        fd, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")  # mode 0600
+        try:
+            with open(fd, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(fd)
+            Path(temporary).replace(self._path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
 
     def verify(self, token: str) -> str:
         """The name of the token's record.
@@ -70,16 +107,19 @@ class TokenFile:
         if found is None:
             raise AuthError("the token is not known to this server")
         if found.expires is not None and found.expires < time.time():
-            when = time.strftime("%Y-%m-%d", time.gmtime(found.expires))
+            when = time.strftime("%Y-%m-%d", time.gmtime(max(0, found.expires)))
             raise AuthError(f"the token expired on {when}: ask the provider for another")
         return found.name
 
     def _load(self) -> list[TokenRecord]:
         stat = self._path.stat()
-        stamp = (stat.st_mtime_ns, stat.st_size)
+        stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
         if stamp != self._stamp:
             try:
-                self._records = [TokenRecord(**entry) for entry in json.loads(self._path.read_text())]
+                entries = json.loads(self._path.read_text())
+                if not isinstance(entries, list):
+                    raise TypeError("not a list")
+                self._records = [TokenRecord(**entry) for entry in entries]
             except (ValueError, TypeError) as error:
                 raise AuthError("the server's token file is malformed: its operator must mend it") from error
             self._stamp = stamp
