@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -27,6 +28,7 @@ from sordino.shared.transport import channel_options
 log = logging.getLogger(__name__)
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sordino"].full_name
 _SPARE_WORKERS = 16
+_MAX_GRACE_S = 86_400
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 
@@ -40,6 +42,9 @@ class ServerConfig:
         tokens: None serves without authentication, on loopback only.
         allow_clear: answer ``protocol=clear`` too.
         grace_s: how long running calls may go on after SIGTERM.
+
+    Raises:
+        SordinoError: what no server could run with, said before anything is loaded or written.
     """
 
     bundle: Path
@@ -57,6 +62,9 @@ class ServerConfig:
             raise SordinoError(
                 f"without TLS or without tokens a server listens on loopback alone, not on {self.host!r}"
             )
+        if not 0 <= self.grace_s <= _MAX_GRACE_S:
+            raise SordinoError(f"the grace is 0 to {_MAX_GRACE_S} seconds, not {self.grace_s}")
+        _check_device(self.device)
 
 
 def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
@@ -123,7 +131,18 @@ def _listen(server: grpc.Server, config: ServerConfig) -> int:
     try:
         if config.tls is None:
             return server.add_insecure_port(address)
-        pair = (config.tls.key.read_bytes(), config.tls.certificate.read_bytes())
-        return server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+        return server.add_secure_port(address, grpc.ssl_server_credentials([config.tls.read()]))
     except RuntimeError as error:
         raise SordinoError(f"cannot listen on {address}: is another server there?") from error
+
+
+def _check_device(name: str) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise SordinoError(f"device {name!r} is not known: it is cpu, cuda, or one of several as in cuda:1")
+    found = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= found:
+        raise SordinoError(f"device {name!r} is not there: torch finds {found} of this kind")

@@ -92,25 +92,17 @@ def serve(
     from sordino.server.auth import TokenFile
     from sordino.server.service import Limits
     from sordino.server.tls import TlsFiles, make_certificates
+    from sordino.shared.manifest import ModelManifest
 
     if threads:
         torch.set_num_threads(threads)
     if (tls_cert is None) != (tls_key is None):
         raise SordinoError("--tls-cert and --tls-key belong together")
-    tls = None
+    tls = None if insecure else TlsFiles.self_made(state)
     if tls_cert and tls_key:
         tls = TlsFiles(ca=tls_cert, certificate=tls_cert, key=tls_key)
-    elif not insecure:
-        tls = make_certificates(state, [name.strip() for name in hostnames.split(",") if name.strip()])
-    tokens = None
-    if not no_auth:
-        state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        tokens = state / "tokens.json"
-        if not tokens.exists():
-            first = TokenFile(tokens).issue("first")
-            with open(os.open(state / "token", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                file.write(first + "\n")
-            console.print(f"first client token written to {state / 'token'}")
+        tls.read()
+    tokens = None if no_auth else state / "tokens.json"
     config = ServerConfig(
         bundle=bundle,
         host=host,
@@ -122,6 +114,16 @@ def serve(
         grace_s=grace,
         limits=Limits(max_message_bytes=max_message_mib << 20, max_streams=max_streams),
     )
+    ModelManifest.load(bundle)
+    # Nothing is written before all that can be refused at once was looked at.
+    if tls and not tls_cert:
+        make_certificates(state, [name.strip() for name in hostnames.split(",") if name.strip()])
+    if tokens and not tokens.exists():
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        first = TokenFile(tokens).issue("first")
+        with open(os.open(state / "token", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(first + "\n")
+        console.print(f"first client token written to {state / 'token'}")
 
     def ready(bound: int) -> None:
         scheme = "grpcs" if tls else "grpc"

@@ -1,17 +1,25 @@
-"""A certificate authority of one's own, for servers that have no certificate yet (ECDSA P-256, X.509 v3)."""
+"""Certificates: one's own, read and checked, or self-made with an authority of their own (ECDSA P-256, X.509 v3)."""
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from sordino.shared.errors import SordinoError
+
+_LABEL: Final = "(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
+_DNS_NAME: Final = re.compile(rf"(?=.{{1,253}}$)(\*\.)?{_LABEL}(\.{_LABEL})*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +30,43 @@ class TlsFiles:
     certificate: Path
     key: Path
 
+    @classmethod
+    def self_made(cls, folder: Path) -> TlsFiles:
+        """Where :func:`make_certificates` puts them."""
+        return cls(folder / "ca.pem", folder / "server.pem", folder / "server.key")
+
+    def read(self) -> tuple[bytes, bytes]:
+        """Key and certificate, as gRPC takes them; it would not say what is wrong with them.
+
+        Raises:
+            SordinoError: a file cannot be read or is no PEM, or the key is not the certificate's.
+        """
+        key, certificate = _read(self.key), _read(self.certificate)
+        try:
+            certified = x509.load_pem_x509_certificates(certificate)[0].public_key()
+        except (ValueError, UnsupportedAlgorithm):
+            raise SordinoError(f"{self.certificate} holds no certificate in PEM") from None
+        try:
+            public = serialization.load_pem_private_key(key, None).public_key()
+        except (ValueError, TypeError, UnsupportedAlgorithm):
+            raise SordinoError(f"{self.key} holds no private key in PEM, or one under a passphrase") from None
+        if public != certified:
+            raise SordinoError(f"the key in {self.key} is not that of the certificate in {self.certificate}")
+        return key, certificate
+
 
 def make_certificates(folder: Path, hosts: list[str], *, days: int = 365) -> TlsFiles:
     """Makes a CA and a server certificate for ``hosts`` (names or addresses) in ``folder``, unless they exist.
 
     The CA's key is used once and not kept: a new certificate means a new CA, to be handed to the clients.
+
+    Raises:
+        SordinoError: no hosts, or one that is no name; nothing is made.
     """
-    files = TlsFiles(folder / "ca.pem", folder / "server.pem", folder / "server.key")
+    if not hosts:
+        raise SordinoError("a certificate needs a host name: pass --hostnames, as in localhost,127.0.0.1")
+    names = [_general_name(host) for host in hosts]
+    files = TlsFiles.self_made(folder)
     if files.ca.exists() and files.certificate.exists() and files.key.exists():
         return files
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -45,7 +83,7 @@ def make_certificates(folder: Path, hosts: list[str], *, days: int = 365) -> Tls
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:64])])
     certificate = (
         _builder(name, ca_name, key.public_key(), now, days)
-        .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(sign_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
@@ -91,7 +129,16 @@ def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        if not _DNS_NAME.fullmatch(host):
+            raise SordinoError(f"{host!r} is no host name or address (names outside ASCII as xn--...)") from None
         return x509.DNSName(host)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SordinoError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
