@@ -452,3 +452,24 @@ def test_a_caller_without_a_token_holds_no_thread(server: ServerProcess) -> None
             assert server.serves()
         finally:
             hold.set()
+
+
+def test_a_caller_with_a_token_holds_no_thread_for_long(server: ServerProcess) -> None:
+    """More calls than the server takes, and none sends its message: they end, and others are served."""
+    hold = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        hold.wait(60)
+        yield from ()
+
+    with server.channel() as channel:
+        calls = [(f"/sordino.proto.v1.Sordino/{name}", server.metadata) for name in ("GetManifest", "Evaluate")] * 150
+        calls += [("/grpc.health.v1.Health/Check", ())] * 50
+        waiting = [channel.stream_unary(call).future(never(), metadata=metadata) for call, metadata in calls]
+        try:
+            codes = [future.exception(timeout=20).code() for future in waiting]
+            assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+            assert server.serves()
+        finally:
+            hold.set()
+    assert "Traceback" not in server.log()

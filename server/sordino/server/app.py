@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,16 +87,16 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
     server.start()
     for name in ("", SERVICE_NAME):
         checks.set(name, health_pb2.HealthCheckResponse.SERVING)
-    asyncio.run(_until_signalled(lambda: ready(port)))
+    asyncio.run(_until_signalled(lambda: ready(port), service.waits.end_overdue))
     log.info("draining: no new streams, at most %.0f s for the running ones", config.grace_s)
     checks.enter_graceful_shutdown()
     stopped = server.stop(config.grace_s)
-    service.drain()
+    service.waits.drain()
     stopped.wait()
 
 
-async def _until_signalled(ready: Callable[[], None]) -> None:
-    """Waits for SIGTERM or SIGINT by asyncio's wake-up socket.
+async def _until_signalled(ready: Callable[[], None], tend: Callable[[], None]) -> None:
+    """Waits for SIGTERM or SIGINT by asyncio's wake-up socket, and meanwhile calls ``tend`` twice a second.
 
     A lock would not do: a handler that sets an Event can meet its own thread inside that Event, and a signal that the
     system gives to another thread wakes no lock.
@@ -104,19 +105,25 @@ async def _until_signalled(ready: Callable[[], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     ready()
-    await stop.wait()
+    while not stop.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), 0.5)
+        tend()
 
 
 def build_server(service: SordinoService, config: ServerConfig) -> tuple[grpc.Server, health.HealthServicer]:
     """The gRPC server, not listening yet: one thread a stream, and room beside them for health and short calls."""
-    workers = config.limits.max_streams + config.limits.max_provisioning + config.limits.max_downloads + _SPARE_WORKERS
-    interceptors: list[grpc.ServerInterceptor] = [DecodingInterceptor(SERVICE_NAME)]
+    limits = config.limits
+    workers = limits.max_streams + limits.max_provisioning + limits.max_downloads + _SPARE_WORKERS
+    interceptors: list[grpc.ServerInterceptor] = [
+        DecodingInterceptor(service.waits, SERVICE_NAME, first_s=limits.first_message_s, idle_s=limits.idle_s)
+    ]
     if config.tokens:
         interceptors.append(TokenInterceptor(TokenFile(config.tokens)))
     server = grpc.server(
         ThreadPoolExecutor(workers, thread_name_prefix="call"),
         interceptors=interceptors,
-        options=[*channel_options(config.limits.max_message_bytes), ("grpc.so_reuseport", 0)],
+        options=[*channel_options(limits.max_message_bytes), ("grpc.so_reuseport", 0)],
         maximum_concurrent_rpcs=workers,  # over it a call is refused at once; it never waits unseen
     )
     checks = health.HealthServicer()

@@ -172,7 +172,7 @@ def identity_of(context: Context) -> str:
 def _refusal(text: str) -> Handler:
     """Ends a call without reading from it: who may not enter holds no thread by sending nothing."""
 
-    def refuse(_: object, context: Context) -> NoReturn:
-        context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+    def refuse(_: object, __: Context) -> NoReturn:
+        raise AuthError(text)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,8 +1,7 @@
-"""The gRPC service: turns messages into products, and errors into statuses. It keeps no state between requests."""
+"""The gRPC service: turns messages into products. It keeps no state between requests."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -10,48 +9,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TypeVar
 
 import grpc
 import numpy as np
 import torch
-from google.protobuf.message import DecodeError
 
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server.auth import identity_of
-from sordino.server.decoding import MALFORMED
+from sordino.server.decoding import Waits
 from sordino.server.kernel import RingMatrix
 from sordino.server.provision import product_of_checks, product_of_masks
 from sordino.server.store import MatrixStore
-from sordino.shared.errors import (
-    BundleError,
-    FingerprintError,
-    LimitError,
-    ProtocolError,
-    RangeError,
-    SordinoError,
-    TransportError,
-    UnknownGroupError,
-)
+from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, RangeError, UnknownGroupError
 from sordino.shared.packing import BlockShape
 from sordino.shared.ring import P
 from sordino.shared.rlwe import PARAMS, SEED_BYTES, pack, packed_bytes, unpack
-from sordino.shared.transport import BUNDLE_CHUNK_BYTES, DEFAULT_MAX_MESSAGE_BYTES, ERROR_KEY, status_of
+from sordino.shared.transport import BUNDLE_CHUNK_BYTES, DEFAULT_MAX_MESSAGE_BYTES
 
-log = logging.getLogger(__name__)
-T = TypeVar("T")
 Context = grpc.ServicerContext
 
 # A product with fewer multiplications runs on one core: waking others costs more than they save, and small products of
 # several sessions then run side by side.
 _NARROW_PRODUCTS = 16_000_000
-_DRAINING = "the server is shutting down: try another replica, or again later"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one server takes on; over it, a call gets RESOURCE_EXHAUSTED at once instead of waiting."""
+    """What one server takes on: over a number, a call gets RESOURCE_EXHAUSTED at once instead of waiting; over a time,
+    DEADLINE_EXCEEDED."""
 
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     max_streams: int = 256
@@ -60,6 +46,10 @@ class Limits:
     max_provisioning_per_identity: int = 4
     max_downloads: int = 32
     max_downloads_per_identity: int = 4
+    first_message_s: float = 10.0
+    # Between messages of a provisioning stream, and for an answer to be read. A message of the largest size takes over
+    # a minute where a line does one megabit a second. An open evaluation stream may rest for ever.
+    idle_s: float = 120.0
 
     def __post_init__(self) -> None:
         if not 1 << 16 <= self.max_message_bytes <= 1 << 30:
@@ -73,9 +63,13 @@ class SordinoService(pb_grpc.SordinoServicer):
         store: the matrices.
         limits: see :class:`Limits`.
         allow_clear: answer ``PROTOCOL_CLEAR``, rows without masks; for tests and benchmarks only.
+
+    Attributes:
+        waits: the calls that wait for their client; the interceptor enters them.
     """
 
     def __init__(self, store: MatrixStore, limits: Limits, *, allow_clear: bool = False) -> None:
+        self.waits = Waits()
         self._store = store
         self._limits = limits
         self._protocols = [pb.PROTOCOL_MASKED, *([pb.PROTOCOL_CLEAR] if allow_clear else [])]
@@ -83,8 +77,6 @@ class SordinoService(pb_grpc.SordinoServicer):
         self._wide = threading.Lock()
         self._lock = threading.Lock()
         self._open: Counter[tuple[str, str]] = Counter()
-        self._idle: set[Context] = set()
-        self._draining = False
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -99,7 +91,7 @@ class SordinoService(pb_grpc.SordinoServicer):
 
     def FetchFile(self, request: pb.FetchFileRequest, context: Context) -> Iterator[pb.FileChunk]:  # noqa: N802
         limits = self._limits
-        with _edge(context), self._admit("download", context, limits.max_downloads, limits.max_downloads_per_identity):
+        with self._admit("download", context, limits.max_downloads, limits.max_downloads_per_identity):
             path = self._store.client_file(request.name)
             if path is None:
                 raise UnknownGroupError("no such file in the client bundle")
@@ -117,12 +109,9 @@ class SordinoService(pb_grpc.SordinoServicer):
         self, request_iterator: Iterator[pb.ProvisionRequest], context: Context
     ) -> Iterator[pb.ProvisionResponse]:
         limits = self._limits
-        with (
-            _edge(context),
-            self._admit("provisioning", context, limits.max_provisioning, limits.max_provisioning_per_identity),
-        ):
+        with self._admit("provisioning", context, limits.max_provisioning, limits.max_provisioning_per_identity):
             weights: tuple[int, torch.Tensor] | None = None
-            for request in self._until_drained(request_iterator, context):
+            for request in request_iterator:
                 kind = request.WhichOneof("kind")
                 matrix = self._matrix(request.group)
                 with self._all_cores():
@@ -140,10 +129,10 @@ class SordinoService(pb_grpc.SordinoServicer):
         self, request_iterator: Iterator[pb.EvaluateRequest], context: Context
     ) -> Iterator[pb.EvaluateResponse]:
         limits = self._limits
-        with _edge(context), self._admit("evaluation", context, limits.max_streams, limits.max_streams_per_identity):
+        with self._admit("evaluation", context, limits.max_streams, limits.max_streams_per_identity):
             torch.set_num_threads(1)  # of this thread's products
             opened = False
-            for request in self._until_drained(request_iterator, context):
+            for request in request_iterator:
                 if not opened:
                     self._check_open(request)
                     opened = True
@@ -226,14 +215,12 @@ class SordinoService(pb_grpc.SordinoServicer):
                 f"the answer would have {size} bytes, the limit is {self._limits.max_message_bytes}: ask in parts"
             )
 
-    # -- admission and draining --------------------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _admit(self, what: str, context: Context, total: int, per_identity: int) -> Iterator[None]:
         key = (what, identity_of(context))
         with self._lock:
-            if self._draining:
-                raise TransportError(_DRAINING)
             if sum(count for (kind, _), count in self._open.items() if kind == what) >= total:
                 raise LimitError(f"the server has its {total} {what} streams: try again later")
             if self._open[key] >= per_identity:
@@ -246,28 +233,6 @@ class SordinoService(pb_grpc.SordinoServicer):
                 self._open[key] -= 1
                 if not self._open[key]:
                     del self._open[key]
-
-    def _until_drained(self, requests: Iterator[T], context: Context) -> Iterator[T]:
-        """Requests until the client ends or the server drains; what was asked before is still answered."""
-        try:
-            while True:
-                self._idle.add(context)  # before the look at `_draining`: drain() sets that first and reads this after
-                if self._draining:
-                    raise TransportError(_DRAINING)
-                request = next(requests, None)
-                self._idle.discard(context)
-                if request is None:
-                    return
-                yield request
-        finally:
-            self._idle.discard(context)
-
-    def drain(self) -> None:
-        """Refuses new streams and ends the idle ones; those with a request under way answer it first."""
-        with self._lock:
-            self._draining = True
-        for context in list(self._idle):
-            context.cancel()
 
     @contextmanager
     def _all_cores(self) -> Iterator[None]:
@@ -291,25 +256,3 @@ def _residues(request: pb.ProvisionRequest, shape: tuple[int, ...]) -> np.ndarra
     if len(request.seed) != SEED_BYTES:
         raise ProtocolError(f"a seed has {SEED_BYTES} bytes, this one {len(request.seed)}")
     return unpack(request.c0, shape)
-
-
-class _edge:  # noqa: N801 - used like a function
-    """Turns a Sordino error into its status; anything else into INTERNAL without its text (it could hold values)."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, DecodeError):
-            self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, MALFORMED)
-        elif isinstance(error, SordinoError):
-            self._context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
-            if isinstance(error, BundleError):
-                log.error("bundle: %s", error)
-            self._context.abort(status_of(error), str(error))
-        elif isinstance(error, Exception) and self._context.is_active():
-            log.error("internal error: %s", type(error).__name__, exc_info=True)
-            self._context.abort(grpc.StatusCode.INTERNAL, "internal error, see the server's log")

@@ -1,0 +1,133 @@
+"""Waits for a client have an end: who sends nothing, or reads nothing, holds no thread and no place for long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import pytest
+from stack import masks_message, opening, rows_message
+
+from sordino.server.app import SERVICE_NAME, ServerConfig, build_server
+from sordino.server.service import Limits, SordinoService
+from sordino.server.store import MatrixStore
+from sordino.shared.manifest import ModelManifest
+
+LIMITS = Limits(first_message_s=0.2, idle_s=0.6, max_provisioning=1, max_downloads=1, max_streams=1)
+HEALTH, REFLECTION = "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"
+CALLS = [
+    *(f"/{SERVICE_NAME}/{name}" for name in ("GetManifest", "FetchFile", "Provision", "Evaluate")),
+    f"/{HEALTH}/Check",
+    f"/{REFLECTION}/ServerReflectionInfo",
+]
+
+
+class Served(NamedTuple):
+    service: SordinoService
+    channel: grpc.Channel
+    manifest: ModelManifest
+    hold: threading.Event
+
+    def call(self, method: str, *messages: bytes) -> Any:
+        """Sends ``messages`` and then neither another nor the end."""
+
+        def requests() -> Iterator[bytes]:
+            yield from messages
+            self.hold.wait(60)
+
+        path = method if "/" in method else f"/{SERVICE_NAME}/{method}"
+        return self.channel.stream_stream(path)(requests(), timeout=20)
+
+
+@pytest.fixture
+def served(bundles: Callable[..., Path]) -> Iterator[Served]:
+    bundle = bundles("llama")
+    service = SordinoService(MatrixStore(bundle), LIMITS)
+    server, _ = build_server(service, ServerConfig(bundle=bundle, tls=None, tokens=None, limits=LIMITS))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    ended, hold = threading.Event(), threading.Event()
+
+    def tend() -> None:
+        while not ended.wait(0.05):
+            service.waits.end_overdue()
+
+    tending = threading.Thread(target=tend)
+    tending.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.enable_http_proxy", 0)]) as channel:
+        yield Served(service, channel, ModelManifest.load(bundle), hold)
+        hold.set()
+    ended.set()
+    tending.join()
+    server.stop(0).wait(20)
+
+
+def end_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as error:
+        list(call)
+    return error.value.code(), error.value.details()
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_a_call_without_its_message_ends(served: Served, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    begin = time.monotonic()
+    for _ in range(2):  # the place of the first is free for the second
+        code, details = end_of(served.call(method))
+        assert (code, "sent no message" in details) == (grpc.StatusCode.DEADLINE_EXCEEDED, True), details
+    assert time.monotonic() - begin < 5
+    assert not caplog.records
+
+
+def test_a_provisioning_stream_that_falls_silent_ends(served: Served) -> None:
+    for _ in range(2):
+        call = served.call("Provision", masks_message(served.manifest))
+        next(call)
+        assert end_of(call)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_an_open_evaluation_stream_may_rest(served: Served) -> None:
+    def requests() -> Iterator[bytes]:
+        yield opening(served.manifest)
+        time.sleep(3 * LIMITS.idle_s)
+        yield rows_message(served.manifest)
+
+    assert len(list(served.channel.stream_stream(f"/{SERVICE_NAME}/Evaluate")(requests()))) == 2
+
+
+def test_a_client_that_does_not_read_is_not_waited_for(served: Served) -> None:
+    rows = [rows_message(served.manifest, of=2, rows=1000, id=number) for number in range(100)]
+    call = served.call("Evaluate", opening(served.manifest), *rows)
+    next(call)
+    time.sleep(1.5)
+    code, details = end_of(call)
+    assert (code, "unread" in details) == (grpc.StatusCode.DEADLINE_EXCEEDED, True), details
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_draining_ends_what_waits_and_says_so(served: Served, method: str) -> None:
+    messages = (opening(served.manifest),) if method.endswith("Evaluate") else ()
+    call = served.call(method, *messages)
+    if messages:
+        next(call)
+    else:
+        time.sleep(0.1)
+    served.service.waits.drain()
+    for ended in (call, served.call(method, *messages)):
+        code, details = end_of(ended)
+        assert (code, "shutting down" in details) == (grpc.StatusCode.UNAVAILABLE, True), details
+
+
+def test_a_call_that_ends_without_its_message(served: Served) -> None:
+    call = served.channel.stream_unary(f"/{SERVICE_NAME}/GetManifest")
+    with pytest.raises(grpc.RpcError) as error:
+        call(iter(()))
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_health_is_checked_and_not_watched(served: Served) -> None:
+    assert served.channel.unary_unary(f"/{HEALTH}/Check")(b"")
+    assert end_of(served.channel.unary_stream(f"/{HEALTH}/Watch")(b""))[0] is grpc.StatusCode.UNIMPLEMENTED
