@@ -19,7 +19,7 @@ from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server.auth import identity_of
 from sordino.server.decoding import Waits
 from sordino.server.kernel import RingMatrix
-from sordino.server.provision import product_of_checks, product_of_masks
+from sordino.server.provision import product_of_checks, product_of_masks, return_memory
 from sordino.server.store import MatrixStore
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, RangeError, UnknownGroupError
 from sordino.shared.packing import BlockShape
@@ -111,19 +111,23 @@ class SordinoService(pb_grpc.SordinoServicer):
         limits = self._limits
         with self._admit("provisioning", context, limits.max_provisioning, limits.max_provisioning_per_identity):
             weights: tuple[int, torch.Tensor] | None = None
-            for request in request_iterator:
-                kind = request.WhichOneof("kind")
-                matrix = self._matrix(request.group)
-                with self._all_cores():
-                    if kind == "masks":
-                        if weights is None or weights[0] != request.group:
-                            weights = (request.group, matrix.weights.to(torch.float64))
-                        response = self._masks(request, matrix, weights[1])
-                    elif kind == "check":
-                        response = self._checks(request, matrix)
-                    else:
-                        raise ProtocolError("a provisioning request holds masks or check vectors, this one neither")
-                yield response
+            try:
+                for request in request_iterator:
+                    kind = request.WhichOneof("kind")
+                    matrix = self._matrix(request.group)
+                    with self._all_cores():
+                        if kind == "masks":
+                            if weights is None or weights[0] != request.group:
+                                weights = (request.group, matrix.weights.to(torch.float64))
+                            response = self._masks(request, matrix, weights[1])
+                        elif kind == "check":
+                            response = self._checks(request, matrix)
+                        else:
+                            raise ProtocolError("a provisioning request holds masks or check vectors, this one neither")
+                    yield response
+            finally:
+                weights = None
+                return_memory()
 
     def Evaluate(  # noqa: N802
         self, request_iterator: Iterator[pb.EvaluateRequest], context: Context
