@@ -271,7 +271,7 @@ def check_message(manifest: ModelManifest, group: int = 0, **fields: Any) -> byt
     shape = plan(1, spec.out_features, spec.in_features)[0].shape
     size = (2, PARAMS.n, shape.input_blocks)
     c0 = pack(np.random.default_rng(2).integers(0, min(PARAMS.primes), size, dtype=np.uint32))
-    check = pb.CheckVectors(rows=shape.rows, inputs=shape.inputs, outputs=shape.outputs)
+    block = pb.BlockProduct(rows=shape.rows, inputs=shape.inputs, outputs=shape.outputs, transposed=True)
     return pb.ProvisionRequest(
-        **{"group": group, "seed": bytes(32), "c0": c0, "check": check, **fields}
+        **{"group": group, "seed": bytes(32), "c0": c0, "block": block, **fields}
     ).SerializeToString()

@@ -109,29 +109,35 @@ BAD_MESSAGES: dict[str, tuple[str, grpc.StatusCode, str, Build]] = {
         "index below",
         lambda m: [masks_message(m, masks=pb.MaskBlock(points=64, block=2**32 - 1))],
     ),
-    "three check rows": (
+    "three rows in a block": (
         "Provision",
         INVALID,
-        "one or two",
-        lambda m: [check_message(m, check=pb.CheckVectors(rows=3, inputs=1, outputs=1))],
+        "power of two",
+        lambda m: [check_message(m, block=pb.BlockProduct(rows=3, inputs=1, outputs=1))],
     ),
-    "check block of size 0": (
+    "block of size 0": (
         "Provision",
         INVALID,
-        "positive",
-        lambda m: [check_message(m, check=pb.CheckVectors(rows=1, inputs=0, outputs=8))],
+        "power of two",
+        lambda m: [check_message(m, block=pb.BlockProduct(rows=1, inputs=0, outputs=8))],
     ),
-    "check block all but empty": (
+    "block all but empty": (
         "Provision",
         INVALID,
         "half of its",
-        lambda m: [check_message(m, check=pb.CheckVectors(rows=1, inputs=1, outputs=1))],
+        lambda m: [check_message(m, block=pb.BlockProduct(rows=1, inputs=1, outputs=1))],
     ),
-    "check block of 2^64": (
+    "block of 2^64": (
         "Provision",
         INVALID,
-        "more than",
-        lambda m: [check_message(m, check=pb.CheckVectors(rows=2, inputs=2**32 - 1, outputs=2**32 - 1))],
+        "at most 2048",
+        lambda m: [check_message(m, block=pb.BlockProduct(rows=2, inputs=2**32 - 1, outputs=2**32 - 1))],
+    ),
+    "answers of 40 bits": (
+        "Provision",
+        INVALID,
+        "modulo q or",
+        lambda m: [check_message(m, block=pb.BlockProduct(rows=1, inputs=32, outputs=64, answer_bits=40))],
     ),
     # Files.
     "path": (

@@ -142,7 +142,7 @@ def test_declared_blocks(
     if kind == "masks":
         request.masks.CopyFrom(pb.MaskBlock(block=a, points=b))
     else:
-        request.check.CopyFrom(pb.CheckVectors(rows=a, inputs=b, outputs=c))
+        request.block.CopyFrom(pb.BlockProduct(rows=a, inputs=b, outputs=c))
     send("Provision", [request.SerializeToString()])
 
 

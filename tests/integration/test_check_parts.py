@@ -51,7 +51,7 @@ def sizes(connection: Connection, requests: list[pb.ProvisionRequest]) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_parts_of_a_large_group_add_up(tmp_path: Path, bits: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if count == 2:
-        monkeypatch.setattr("sordino.server.provision._POLYNOMIALS", 1)  # and the server encodes them one by one
+        monkeypatch.setattr("sordino.server.blocks._POLYNOMIALS", 1)  # and the server encodes them one by one
     model = models.make_tiny("llama", tmp_path / "model", intermediate_size=517)
     split_model(model, tmp_path / "bundle", rounding="nearest", weight_bits=bits)
     server = InProcessServer(tmp_path / "bundle", SMALL)
@@ -92,7 +92,7 @@ def test_a_group_that_fits_names_no_range(bundles: Callable[..., Path]) -> None:
         server.close()
     assert [request.group for request in requests] == list(range(len(connection.manifest.groups)))
     for request in requests:
-        assert {field.name for field, _ in request.check.ListFields()} == {"rows", "inputs", "outputs"}
+        assert {field.name for field, _ in request.block.ListFields()} == {"rows", "inputs", "outputs", "transposed"}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_range_outside_the_matrix_is_refused(bundles: Callable[..., Path], fie
     assert (manifest.groups[0].out_features, manifest.groups[0].in_features) == (128, 64)
     request = pb.ProvisionRequest.FromString(check_message(manifest))
     for name, value in fields.items():
-        setattr(request.check, name, value)
+        setattr(request.block, name, value)
     try:
         with grpc.insecure_channel(f"127.0.0.1:{server.port}", [("grpc.enable_http_proxy", 0)]) as channel:
             call = channel.stream_stream("/sordino.proto.v1.Sordino/Provision")
@@ -131,7 +131,7 @@ def test_an_answer_over_the_limit_is_refused_in_parts_too(tmp_path: Path) -> Non
     server = InProcessServer(bundle, SMALL)
     manifest = ModelManifest.load(bundle)
     request = pb.ProvisionRequest.FromString(check_message(manifest))
-    request.check.CopyFrom(pb.CheckVectors(rows=1, inputs=2048, outputs=1, first_output=8, output_count=40))
+    request.block.CopyFrom(pb.BlockProduct(rows=1, inputs=2048, outputs=1, first_output=8, output_count=40))
     request.c0 = request.c0[: 2 * 2048 * 27 // 8]
     try:
         with grpc.insecure_channel(f"127.0.0.1:{server.port}", [("grpc.enable_http_proxy", 0)]) as channel:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sordino.client.blocks import request_of, result_of
 from sordino.client.kernels import all_in_ring, dot_mod_p
 from sordino.client.pool import CheckVector, MaskPool
 from sordino.client.prg import random_key, uniform_mod_p
@@ -23,7 +24,7 @@ from sordino.client.transport import Connection
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import IntegrityError, PoolError, ProtocolError, TransportError
 from sordino.shared.manifest import GroupSpec, ModelManifest
-from sordino.shared.packing import Part, decode_rows, encode_rows, plan
+from sordino.shared.packing import Part, plan
 from sordino.shared.ring import P, combine_planes
 from sordino.shared.rlwe import PARAMS, SEED_BYTES, U32, expand_uniform, pack, packed_bytes, unpack
 from sordino.shared.transport import DEFAULT_MAX_MESSAGE_BYTES
@@ -103,11 +104,8 @@ def fetch_check_vectors(connection: Connection, count: int, progress: Progress |
     def requests() -> Iterator[pb.ProvisionRequest]:
         for index, group in enumerate(groups):
             for part in parts[index]:
-                shape, seed = part.shape, os.urandom(SEED_BYTES)
-                x = encode_rows(vs[index][:, part.inputs], shape)
                 # Entries of v that several messages need are encrypted anew for each.
-                c0 = keys[index].encrypt(x, expand_uniform(seed, 0, (PARAMS.n, shape.input_blocks)))
-                yield pb.ProvisionRequest(group=index, seed=seed, c0=pack(c0), check=_check_of(group, part))
+                yield request_of(index, group, part, vs[index], keys[index], transposed=True)
 
     vectors: dict[str, CheckVector] = {}
     with closing(connection.provision(requests())) as answers:
@@ -117,11 +115,7 @@ def fetch_check_vectors(connection: Connection, count: int, progress: Progress |
                 response = next(answers, None)
                 if response is None:
                     raise TransportError("the server ended the stream before all check vectors were answered")
-                _expected(groups, index, response)
-                halves = (2, PARAMS.n, group.planes * part.shape.output_blocks)
-                product = keys[index].decrypt(unpack(response.c0, halves), unpack(response.c1, halves))
-                rows = [decode_rows(plane, part.shape) for plane in np.split(product, group.planes, axis=1)]
-                c[:, part.outputs] += combine_planes(np.concatenate(rows, axis=1), group.planes)
+                c[:, part.outputs] += result_of(index, group, part, response, keys[index])[:count]
             vectors[group.name] = CheckVector(v=vs[index], c=(c % P).astype(np.uint32))
             if progress:
                 progress(index + 1, len(groups))
@@ -130,19 +124,9 @@ def fetch_check_vectors(connection: Connection, count: int, progress: Progress |
     return vectors
 
 
-def _check_parts(group: GroupSpec, count: int, max_message_bytes: int) -> list[Part]:
+def _check_parts(group: GroupSpec, count: int, max_message_bytes: int) -> tuple[Part, ...]:
     """The product v^T W, that is W^T v: inputs are the outputs of the group."""
     return plan(count, group.out_features, group.in_features, planes=group.planes, max_bytes=max_message_bytes)
-
-
-def _check_of(group: GroupSpec, part: Part) -> pb.CheckVectors:
-    shape = part.shape
-    check = pb.CheckVectors(rows=shape.rows, inputs=shape.inputs, outputs=shape.outputs)
-    if shape.in_features < group.out_features:
-        check.first_input, check.input_count = part.inputs.start, shape.in_features
-    if shape.out_features < group.in_features:
-        check.first_output, check.output_count = part.outputs.start, shape.out_features
-    return check
 
 
 def verify(group: GroupSpec, check: CheckVector, rows: U32, answers: U32) -> None:

@@ -12,9 +12,10 @@ from typing import Final, NoReturn
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numba import njit
+from numpy.typing import NDArray
 
 from sordino.shared.ring import P
-from sordino.shared.rlwe import PARAMS, U32, U64, RlweParams, intt, ntt
+from sordino.shared.rlwe import MAX_KEY_WEIGHT, PARAMS, U32, U64, RlweParams, intt, ntt
 
 _Q0, _Q1 = PARAMS.primes
 _Q0_INV: Final = pow(_Q0, -1, _Q1)
@@ -64,6 +65,15 @@ def _mask(c0: U32, c1: U32, s: U32, q: int, sign: int) -> None:
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _times(c: U32, s: U32, q: int) -> None:
+    """c *= s mod q, column by column."""
+    for i in range(c.shape[0]):
+        si = np.uint64(s[i])
+        for j in range(c.shape[1]):
+            c[i, j] = np.uint32(np.uint64(c[i, j]) * si % np.uint64(q))
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _decode(d0: U32, d1: U32, out: U32) -> None:
     """round(p*x/q) mod p for x = CRT(d0, d1).
 
@@ -82,6 +92,40 @@ def _decode(d0: U32, d1: U32, out: U32) -> None:
             out[i, j] = np.uint32(y % p)
 
 
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _residues(c: U64, out: U32) -> None:
+    for i in range(c.shape[0]):
+        for j in range(c.shape[1]):
+            out[0, i, j] = np.uint32(c[i, j] % np.uint64(_Q0))
+            out[1, i, j] = np.uint32(c[i, j] % np.uint64(_Q1))
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _decode_switched(d0: U32, d1: U32, c0: U64, positions: NDArray[np.intp], bits: int, out: U32) -> None:
+    """round(p (c0 + x) / 2^bits) mod p with x = CRT(d0, d1) centred, at some positions of the polynomials."""
+    half, q = np.int64(_Q0) * _Q1 // 2, np.int64(_Q0) * _Q1
+    q1, mask = np.uint64(_Q1), np.int64((1 << bits) - 1)
+    scale = np.float64(P) / np.float64(1 << bits)
+    for k in range(positions.size):
+        i = positions[k]
+        for j in range(c0.shape[1]):
+            a = np.uint64(d0[i, j])
+            t = (np.uint64(d1[i, j]) + q1 + q1 - a) * np.uint64(_Q0_INV) % q1
+            x = np.int64(a + np.uint64(_Q0) * t)
+            x = x - q if x > half else x
+            v = (x + np.int64(c0[k, j])) & mask
+            out[k, j] = np.uint32(np.uint64(np.float64(v) * scale + 0.5) % np.uint64(P))
+
+
+def _ternary(count: int) -> NDArray[np.int64]:
+    """Uniform in {-1, 0, 1} by rejection: bytes below 255 = 3 * 85."""
+    kept = np.empty(0, np.uint8)
+    while kept.size < count:
+        draw = np.frombuffer(_random_bytes(2 * count), np.uint8)
+        kept = np.concatenate([kept, draw[draw < 255]])
+    return kept[:count].astype(np.int64) % 3 - 1
+
+
 class SecretKey:
     """A ternary RLWE secret, fresh from the system's CSPRNG. Never serialised; its repr shows nothing."""
 
@@ -89,12 +133,9 @@ class SecretKey:
 
     def __init__(self, params: RlweParams = PARAMS) -> None:
         self._params = params
-        # Uniform in {-1, 0, 1} by rejection: bytes below 255 = 3 * 85.
-        kept = np.empty(0, np.uint8)
-        while kept.size < params.n:
-            draw = np.frombuffer(_random_bytes(2 * params.n), np.uint8)
-            kept = np.concatenate([kept, draw[draw < 255]])
-        ternary = kept[: params.n].astype(np.int64) % 3 - 1
+        ternary = _ternary(params.n)
+        while int((ternary != 0).sum()) > MAX_KEY_WEIGHT:
+            ternary = _ternary(params.n)
         s = np.stack([(ternary % q).astype(np.uint32)[:, None] for q in params.primes])
         ntt(s, params)
         self._s = np.ascontiguousarray(s[:, :, 0])
@@ -131,4 +172,24 @@ class SecretKey:
         intt(c0, self._params)
         out = np.empty(c0.shape[1:], np.uint32)
         _decode(c0[0], c0[1], out)
+        return out
+
+    def decrypt_switched(self, c0: U64, c1: U64, positions: NDArray[np.intp], bits: int) -> U32:
+        """The ring elements at ``positions`` of ciphertexts modulo 2^bits.
+
+        Args:
+            c0: ``[len(positions), C]``: these coefficients alone.
+            c1: ``[n, C]``, all coefficients.
+
+        Returns:
+            ``[len(positions), C]``. c1*s is made by the transforms modulo q: below 2048 * 2^bits < q/2, so exactly.
+        """
+        product = np.empty((2, *c1.shape), np.uint32)
+        _residues(c1, product)
+        ntt(product, self._params)
+        for i, q in enumerate(self._params.primes):
+            _times(product[i], self._s[i], q)
+        intt(product, self._params)
+        out = np.empty(c0.shape, np.uint32)
+        _decode_switched(product[0], product[1], c0, positions, bits, out)
         return out

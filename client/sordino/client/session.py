@@ -11,7 +11,7 @@ from platformdirs import user_data_path
 
 from sordino.client.bundle import BundleProgress, fetch_bundle
 from sordino.client.model import attach, build_model, load_tokenizer
-from sordino.client.pool import CHUNK, MaskPool
+from sordino.client.pool import MaskPool
 from sordino.client.protocols import ClearProtocol, LinearProtocol, MaskedProtocol
 from sordino.client.provision import Progress, ProvisionPlan, plan_batch
 from sordino.client.refill import Notify, PoolKeeper

@@ -7,19 +7,13 @@ rows up to 2^19 (MAX_IN_FEATURES is 2^17).
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
-from typing import Final
 
 import numpy as np
 import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from sordino.server.kernel import RingMatrix
-from sordino.shared.packing import BlockShape, encode_weights, multiply
 from sordino.shared.rlwe import PARAMS, U32, expand_uniform
-
-_POLYNOMIALS: Final = 1024  # encoded at a time: 16 MB, and some four times that on the way
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -55,34 +49,6 @@ def product_of_masks(weights64: torch.Tensor, seed: bytes, block: int, c0: U32) 
         for i, q in enumerate(PARAMS.primes):
             _reduce(sums[half, i], float(q), out[half, i])
     return out[0], out[1]
-
-
-def product_of_checks(
-    matrix: RingMatrix, shape: BlockShape, seed: bytes, c0: U32, inputs: slice, outputs: slice
-) -> tuple[U32, U32]:
-    """Encrypted check vectors times W (that is, W^T v), plane by plane.
-
-    Args:
-        shape: of that part of W^T: in_features = entries of v, out_features = columns of W.
-        c0: ``[2, N, input_blocks]``.
-        inputs, outputs: which entries of v (rows of W), and which columns.
-
-    Returns:
-        Both halves, ``[2, N, planes * output_blocks]`` each.
-    """
-    c1 = expand_uniform(seed, 0, c0.shape[1:])
-    halves: tuple[list[U32], list[U32]] = ([], [])
-    planes = matrix.weights.view(matrix.planes, matrix.out_features, matrix.in_features)[:, inputs, outputs]
-    # Sixteen kilobytes for a polynomial of up to 2 KB of weights: never those of a large matrix at once.
-    step = shape.outputs * max(1, _POLYNOMIALS // shape.input_blocks)
-    for plane in planes.cpu().numpy():
-        for first in range(0, shape.out_features, step):
-            columns = np.ascontiguousarray(plane[:, first : first + step].T)
-            some = replace(shape, out_features=columns.shape[0])
-            encoded = encode_weights(columns, some)
-            for half, c in zip(halves, (c0, c1), strict=True):
-                half.append(multiply(encoded, c, some))
-    return np.concatenate(halves[0], axis=2), np.concatenate(halves[1], axis=2)
 
 
 def return_memory() -> None:

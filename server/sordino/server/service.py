@@ -17,14 +17,15 @@ import torch
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server.auth import identity_of
+from sordino.server.blocks import BlockProducts, Wanted
 from sordino.server.decoding import Waits
 from sordino.server.kernel import RingMatrix
-from sordino.server.provision import product_of_checks, product_of_masks, return_memory
+from sordino.server.provision import product_of_masks, return_memory
 from sordino.server.store import MatrixStore
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, RangeError, UnknownGroupError
-from sordino.shared.packing import BlockShape
+from sordino.shared.packing import BlockShape, Part
 from sordino.shared.ring import P
-from sordino.shared.rlwe import PARAMS, SEED_BYTES, pack, packed_bytes, unpack
+from sordino.shared.rlwe import PARAMS, RESIDUE_BITS, SEED_BYTES, SWITCH_BITS, pack, packed_bytes, unpack
 from sordino.shared.transport import BUNDLE_CHUNK_BYTES, DEFAULT_MAX_MESSAGE_BYTES
 
 Context = grpc.ServicerContext
@@ -44,6 +45,7 @@ class Limits:
     max_streams_per_identity: int = 32
     max_provisioning: int = 8
     max_provisioning_per_identity: int = 4
+    max_encoded_bytes: int = 2 << 30
     max_downloads: int = 32
     max_downloads_per_identity: int = 4
     first_message_s: float = 10.0
@@ -74,6 +76,7 @@ class SordinoService(pb_grpc.SordinoServicer):
         self._limits = limits
         self._protocols = [pb.PROTOCOL_MASKED, *([pb.PROTOCOL_CLEAR] if allow_clear else [])]
         self._cores = torch.get_num_threads()
+        self._blocks = BlockProducts(limits.max_encoded_bytes, parallel=self._cores > 1)
         self._wide = threading.Lock()
         self._lock = threading.Lock()
         self._open: Counter[tuple[str, str]] = Counter()
@@ -109,25 +112,27 @@ class SordinoService(pb_grpc.SordinoServicer):
         self, request_iterator: Iterator[pb.ProvisionRequest], context: Context
     ) -> Iterator[pb.ProvisionResponse]:
         limits = self._limits
-        with self._admit("provisioning", context, limits.max_provisioning, limits.max_provisioning_per_identity):
-            weights: tuple[int, torch.Tensor] | None = None
-            try:
-                for request in request_iterator:
-                    kind = request.WhichOneof("kind")
-                    matrix = self._matrix(request.group)
-                    with self._all_cores():
-                        if kind == "masks":
-                            if weights is None or weights[0] != request.group:
-                                weights = (request.group, matrix.weights.to(torch.float64))
-                            response = self._masks(request, matrix, weights[1])
-                        elif kind == "check":
-                            response = self._checks(request, matrix)
-                        else:
-                            raise ProtocolError("a provisioning request holds masks or check vectors, this one neither")
-                    yield response
-            finally:
-                weights = None
-                return_memory()
+        try:
+            with self._admit("provisioning", context, limits.max_provisioning, limits.max_provisioning_per_identity):
+                yield from self._provision(request_iterator)
+        finally:
+            return_memory()
+
+    def _provision(self, requests: Iterator[pb.ProvisionRequest]) -> Iterator[pb.ProvisionResponse]:
+        weights: tuple[int, torch.Tensor] | None = None
+        for request in requests:
+            kind = request.WhichOneof("kind")
+            matrix = self._matrix(request.group)
+            with self._all_cores():
+                if kind == "masks":
+                    if weights is None or weights[0] != request.group:
+                        weights = (request.group, matrix.weights.to(torch.float64))
+                    response = self._masks(request, matrix, weights[1])
+                elif kind == "block":
+                    response = self._block(request, matrix)
+                else:
+                    raise ProtocolError("a provisioning request holds masks or a block, this one neither")
+            yield response
 
     def Evaluate(  # noqa: N802
         self, request_iterator: Iterator[pb.EvaluateRequest], context: Context
@@ -194,24 +199,30 @@ class SordinoService(pb_grpc.SordinoServicer):
         out0, out1 = product_of_masks(weights64, request.seed, request.masks.block, c0)
         return pb.ProvisionResponse(group=request.group, c0=pack(out0), c1=pack(out1))
 
-    def _checks(self, request: pb.ProvisionRequest, matrix: RingMatrix) -> pb.ProvisionResponse:
-        wanted = request.check
-        if not 1 <= wanted.rows <= 2 or not wanted.inputs or not wanted.outputs:
-            raise ProtocolError("check vectors come one or two at a time, with positive block sizes")
-        if wanted.rows * wanted.inputs * wanted.outputs > PARAMS.n:
-            raise ProtocolError(f"a block of more than {PARAMS.n} coefficients")
-        if 2 * wanted.rows * wanted.inputs * wanted.outputs <= PARAMS.n:
+    def _block(self, request: pb.ProvisionRequest, matrix: RingMatrix) -> pb.ProvisionResponse:
+        block = request.block
+        filled = block.rows * block.inputs * block.outputs
+        if not filled or block.rows & (block.rows - 1) or filled > PARAMS.n:
+            raise ProtocolError(f"a block has a power of two of rows and at most {PARAMS.n} coefficients")
+        if 2 * filled <= PARAMS.n:
             # Small blocks make many polynomials of few weights: gigabytes, for a request of a few megabytes.
             raise ProtocolError(f"a block that leaves half of its {PARAMS.n} coefficients empty")
-        inputs = _range("inputs", wanted.first_input, wanted.input_count, matrix.out_features)
-        outputs = _range("outputs", wanted.first_output, wanted.output_count, matrix.in_features)
+        if block.answer_bits not in (0, SWITCH_BITS):
+            raise ProtocolError(f"answers are modulo q or 2^{SWITCH_BITS}, not 2^{block.answer_bits}")
+        n, m = matrix.in_features, matrix.out_features
+        if block.transposed:
+            n, m = m, n
+        inputs = _range("inputs", block.first_input, block.input_count, n)
+        outputs = _range("outputs", block.first_output, block.output_count, m)
         shape = BlockShape(
-            wanted.rows, wanted.inputs, wanted.outputs, inputs.stop - inputs.start, outputs.stop - outputs.start
+            block.rows, block.inputs, block.outputs, inputs.stop - inputs.start, outputs.stop - outputs.start
         )
-        self._bound_answer(2 * packed_bytes(2 * PARAMS.n * matrix.planes * shape.output_blocks))
+        self._bound_answer(matrix.planes * shape.download_bytes(block.answer_bits))
         c0 = _residues(request, (2, PARAMS.n, shape.input_blocks))
-        out0, out1 = product_of_checks(matrix, shape, request.seed, c0, inputs, outputs)
-        return pb.ProvisionResponse(group=request.group, c0=pack(out0), c1=pack(out1))
+        wanted = Wanted(request.group, block.transposed, Part(inputs, outputs, shape), block.answer_bits)
+        out0, out1 = self._blocks.product(matrix, wanted, request.seed, c0)
+        bits = block.answer_bits or RESIDUE_BITS
+        return pb.ProvisionResponse(group=request.group, c0=pack(out0, bits), c1=pack(out1, bits))
 
     def _bound_answer(self, size: int) -> None:
         if size > self._limits.max_message_bytes:

@@ -1,39 +1,55 @@
 """Coefficient packing of a matrix product into polynomial products (no rotation, no key switching).
 
-The encoding is Cheetah's (Huang, Lu, Hong and Ding, USENIX Security 2022, ePrint 2022/207, section 3.1), with several
-input rows in one polynomial. For a block of T rows, B inputs and M outputs with T*B*M <= N::
+The encoding is Cheetah's (Huang, Lu, Hong and Ding, USENIX Security 2022, ePrint 2022/207, section 3.1), done over a
+subring so that rows cost the weights nothing. With T a power of two that divides N and Y = X^T, Z[X]/(X^N + 1) is a
+module over Z[Y]/(Y^(N/T) + 1) with the basis 1, X, ..., X^(T-1). For T rows, B inputs and M outputs, T*B*M <= N::
 
-    x(X) = sum_t sum_j x[t, j] X^(t*B*M + j)        w(X) = sum_i sum_j W[i, j] X^(i*B + B-1-j)
+    x(X) = sum_t X^t sum_j x[t, j] Y^j             w(Y) = sum_i sum_j W[i, j] Y^(i*B + B-1-j)
 
-    coefficient t*B*M + i*B + B-1 of x(X) w(X) mod X^N + 1  =  sum_j W[i, j] x[t, j]
+    coefficient t + T*(i*B + B-1) of x(X) w(Y) mod X^N + 1  =  sum_j W[i, j] x[t, j]
 
-Terms that wrap around or reach the next row's region fall on positions below B-1 and are never read.
+Terms that wrap around fall on powers of Y below B-1 and are never read. Since w is a polynomial in Y, its transform has
+N/T values, each for T neighbouring evaluation points: eight bytes a weight whatever T is, a short transform to make
+them, and T rows that share each weight in a product. T = N is the packing of mask batches, T = 1 Cheetah's own.
 Polynomials are columns, as everywhere (:mod:`sordino.shared.rlwe`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from sordino.shared.rlwe import PARAMS, RESIDUE_BITS, U32, RlweParams, ntt
+from sordino.shared.rlwe import PARAMS, RESIDUE_BITS, U32, RlweParams, each_prime, ntt
 
 I8 = NDArray[np.int8]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """How one polynomial is filled: ``rows`` x ``inputs`` x ``outputs`` <= N; W is [out_features, in_features]."""
+    """How one polynomial is filled: ``rows`` x ``inputs`` x ``outputs`` <= N; W is [out_features, in_features].
+
+    Raises:
+        ValueError: rows is no power of two, or the block is empty or too large.
+    """
 
     rows: int
     inputs: int
     outputs: int
     in_features: int
     out_features: int
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.inputs, self.outputs, self.in_features, self.out_features) < 1:
+            raise ValueError("a block has at least one row, input and output")
+        if self.rows & (self.rows - 1) or self.rows * self.inputs * self.outputs > PARAMS.n:
+            raise ValueError(f"a block has a power of two of rows and at most {PARAMS.n} coefficients")
 
     @property
     def input_blocks(self) -> int:
@@ -43,13 +59,21 @@ class BlockShape:
     def output_blocks(self) -> int:
         return -(-self.out_features // self.outputs)
 
+    @property
+    def points(self) -> int:
+        """Distinct evaluation points of the weights' polynomials."""
+        return PARAMS.n // self.rows
+
     def upload_bytes(self, params: RlweParams = PARAMS) -> int:
         """Bytes of the seeded ciphertexts of one block of rows."""
         return self.input_blocks * params.n * 2 * RESIDUE_BITS // 8
 
-    def download_bytes(self, params: RlweParams = PARAMS) -> int:
-        """Bytes of the results of one block of rows: both halves, two residues."""
-        return self.output_blocks * params.n * 4 * RESIDUE_BITS // 8
+    def download_bytes(self, bits: int = 0, params: RlweParams = PARAMS) -> int:
+        """Bytes of the results of one block of rows: residues of both halves, or, switched to a modulus of 2^bits, all
+        coefficients of c1 and the useful ones of c0."""
+        if not bits:
+            return self.output_blocks * params.n * 4 * RESIDUE_BITS // 8
+        return bits * (self.output_blocks * params.n + self.output_blocks * self.rows * self.outputs) // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +85,25 @@ class Part:
     shape: BlockShape
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What a planner minimises, in any one unit: an encrypted block, an answered block, a byte, a message.
+
+    The default counts bytes alone, with a message at the price of 64 KiB. ``bits`` is the modulus answers are switched
+    to (0: not at all).
+    """
+
+    encrypt: float = 0.0
+    answer: float = 0.0
+    byte: float = 1.0
+    message: float = 65536.0
+    bits: int = 0
+
+
+BY_BYTES: Final = Prices()
+
+
+@lru_cache(maxsize=4096)
 def plan(
     rows: int,
     in_features: int,
@@ -68,42 +111,53 @@ def plan(
     *,
     planes: int = 1,
     max_bytes: int = 1 << 62,
+    prices: Prices = BY_BYTES,
     params: RlweParams = PARAMS,
-) -> list[Part]:
-    """A product of up to ``rows`` rows in the fewest messages, and then with the least traffic, whose noise decodes.
+) -> tuple[Part, ...]:
+    """The cheapest way to a product of up to ``rows`` rows whose noise decodes.
 
     A result coefficient carries the noise of every weight in its polynomials: ``outputs`` rows of W, so their norms add
-    up to at most 127 sqrt(inputs of the part * outputs), which must stay within the bound of one int8 plane.
+    up to at most 128 sqrt(inputs of the part * outputs), which must stay within the bound of one int8 plane.
 
     Args:
+        rows: a power of two.
         planes: int8 planes of W, each answered for itself.
         max_bytes: of the ciphertexts in a message, either way; each part has one block of each at least.
 
     Returns:
         Parts that cover inputs x outputs once. Results of parts with the same outputs add up mod p.
+
+    Raises:
+        ValueError: no such number of rows.
     """
-    if not 1 <= rows <= params.n:
-        raise ValueError(f"rows must be 1..{params.n}, not {rows}")
+    if not 1 <= rows <= params.n or rows & (rows - 1):
+        raise ValueError(f"rows must be a power of two up to {params.n}, not {rows}")
     room = params.n // rows
-    max_weights = int((params.max_row_norm / 127) ** 2)
-    cuts: list[tuple[int, int, BlockShape, int, int]] = []
-    for k in range(room.bit_length()):
-        whole = BlockShape(rows, 1 << k, room >> k, in_features, out_features)
-        up, down = whole.upload_bytes(params), whole.download_bytes(params)
+    max_weights = int((params.max_norm(prices.bits) / 128) ** 2)
+    best: tuple[float, BlockShape, int, int] = (math.inf, BlockShape(1, 1, 1, 1, 1), 0, 0)
+    for block in {min(room, -(-in_features // blocks)) for blocks in range(1, in_features + 1)}:
+        whole = BlockShape(rows, block, room // block, in_features, out_features)
+        up, down = whole.upload_bytes(params), planes * whole.download_bytes(prices.bits, params)
         blocks_in = max(1, max_bytes // (up // whole.input_blocks))
-        blocks_out = max(1, max_bytes // (planes * down // whole.output_blocks))
+        blocks_out = max(1, max_bytes // (down // whole.output_blocks))
         inputs = min(in_features, blocks_in * whole.inputs)
         if inputs * whole.outputs > max_weights:
-            inputs = max_weights // room * whole.inputs
+            inputs = max_weights // (whole.inputs * whole.outputs) * whole.inputs
         outputs = min(out_features, blocks_out * whole.outputs)
         ins, outs = -(-in_features // inputs), -(-out_features // outputs)
-        cuts.append((ins * outs, outs * up + ins * down, whole, inputs, outputs))
-    _, _, whole, inputs, outputs = min(cuts, key=lambda cut: cut[:2])
-    return [
+        price = (
+            outs * (prices.byte * up + prices.encrypt * whole.input_blocks)
+            + ins * (prices.byte * down + prices.answer * planes * whole.output_blocks)
+            + prices.message * ins * outs
+        )
+        if price < best[0]:
+            best = price, whole, inputs, outputs
+    _, whole, inputs, outputs = best
+    return tuple(
         Part(slice(i, i_end), slice(o, o_end), replace(whole, in_features=i_end - i, out_features=o_end - o))
         for i, i_end in _ranges(in_features, inputs)
         for o, o_end in _ranges(out_features, outputs)
-    ]
+    )
 
 
 def _ranges(count: int, step: int) -> Iterator[tuple[int, int]]:
@@ -111,61 +165,84 @@ def _ranges(count: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def encode_rows(x: U32, shape: BlockShape, params: RlweParams = PARAMS) -> U32:
-    """Rows ``x [rows, in_features]`` of ring elements to polynomials ``[n, input_blocks]``."""
+    """Up to ``shape.rows`` rows ``x [R, in_features]`` of ring elements to polynomials ``[n, input_blocks]``."""
     padded = np.zeros((shape.rows, shape.input_blocks * shape.inputs), np.uint32)
     padded[: x.shape[0], : x.shape[1]] = x
-    blocks = padded.reshape(shape.rows, shape.input_blocks, shape.inputs)
     out = np.zeros((params.n, shape.input_blocks), np.uint32)
-    stride = shape.inputs * shape.outputs
-    for t in range(shape.rows):
-        out[t * stride : t * stride + shape.inputs] = blocks[t].T
+    blocks = padded.reshape(shape.rows, shape.input_blocks, shape.inputs).transpose(2, 0, 1)
+    out[: shape.rows * shape.inputs] = blocks.reshape(-1, shape.input_blocks)
     return out
 
 
-def decode_rows(product: U32, shape: BlockShape) -> U32:
-    """Useful coefficients of ``product [n, output_blocks]`` as ``[rows, out_features]``."""
-    stride = shape.inputs * shape.outputs
-    used = product[: shape.rows * stride].reshape(shape.rows, shape.outputs, shape.inputs, shape.output_blocks)
-    rows = used[:, :, shape.inputs - 1].transpose(0, 2, 1).reshape(shape.rows, -1)
-    return np.ascontiguousarray(rows[:, : shape.out_features])
+def useful(shape: BlockShape) -> NDArray[np.intp]:
+    """Positions of the coefficients of an answer that are read, ``[outputs * rows]``, output by output."""
+    first = shape.rows * (shape.inputs * np.arange(shape.outputs) + shape.inputs - 1)
+    return (first[:, None] + np.arange(shape.rows)).reshape(-1)
 
 
-def encode_weights(weights: I8, shape: BlockShape, params: RlweParams = PARAMS) -> U32:
-    """The plaintext polynomials of W in NTT form, ``[2, n, input_blocks * output_blocks]`` (input block major)."""
-    padded = np.zeros((shape.output_blocks, shape.outputs, shape.input_blocks, shape.inputs), np.int64)
+def decode_rows(read: U32, shape: BlockShape) -> U32:
+    """Coefficients at :func:`useful` positions, ``[outputs * rows, output_blocks]``, as ``[rows, out_features]``."""
+    blocks = read.reshape(shape.outputs, shape.rows, shape.output_blocks).transpose(1, 2, 0)
+    return np.ascontiguousarray(blocks.reshape(shape.rows, -1)[:, : shape.out_features])
+
+
+def encode_weights(weights: I8, shape: BlockShape, params: RlweParams = PARAMS, *, parallel: bool = False) -> U32:
+    """The plaintext polynomials of W in NTT form, ``[2, points, input_blocks, output_blocks]``; 8 bytes a weight."""
+    padded = np.zeros((shape.output_blocks, shape.outputs, shape.input_blocks, shape.inputs), np.int8)
     flat = padded.reshape(shape.output_blocks * shape.outputs, shape.input_blocks * shape.inputs)
     flat[: shape.out_features, : shape.in_features] = weights
     coefficients = padded[..., ::-1].transpose(1, 3, 2, 0).reshape(shape.outputs * shape.inputs, -1)
-    out = np.zeros((2, params.n, coefficients.shape[1]), np.uint32)
-    for i, q in enumerate(params.primes):
-        out[i, : coefficients.shape[0]] = coefficients % q
-    ntt(out, params)
-    return out
+    out = np.zeros((2, shape.points, coefficients.shape[1]), np.uint32)
+    coefficients = np.ascontiguousarray(coefficients)
+    each_prime(lambda i: _lift(coefficients, params.primes[i], out[i]), parallel)
+    ntt(out, params, parallel=parallel)
+    return out.reshape(2, shape.points, shape.input_blocks, shape.output_blocks)
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _accumulate(weights: U32, c: U32, q: int, out: U32) -> None:
-    points, blocks = c.shape
-    outputs = out.shape[1]
+def _lift(weights: I8, q: int, out: U32) -> None:
+    for i in range(weights.shape[0]):
+        for j in range(weights.shape[1]):
+            w = np.int32(weights[i, j])
+            out[i, j] = np.uint32(w + np.int32(q) if w < 0 else w)
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _multiply(weights: U32, c: U32, q: int, out: U32) -> None:
+    """``weights [K, I, O]``, ``c [2, K, T, I]``, ``out [2, K, T, O]``: both halves, T rows to a weight."""
+    points, blocks, outputs = weights.shape
+    rows = c.shape[2]
     q64 = np.uint64(q)
-    for p in range(points):
-        for o in range(outputs):
-            # products below 2^54: 1,024 of them fit in 64 bits
-            acc = np.uint64(0)
-            for b in range(blocks):
-                acc += np.uint64(weights[p, b * outputs + o]) * np.uint64(c[p, b])
-                if b & 511 == 511:
-                    acc %= q64
-            out[p, o] = np.uint32(acc % q64)
+    acc = np.empty((2 * rows, outputs), np.uint64)
+    for k in range(points):
+        acc[:] = 0
+        for b in range(blocks):
+            for half in range(2):
+                for t in range(rows):
+                    value = np.uint64(c[half, k, t, b])
+                    row = acc[half * rows + t]
+                    # products below 2^54: 1,024 of them fit in 64 bits
+                    for o in range(outputs):
+                        row[o] += np.uint64(weights[k, b, o]) * value
+            if b & 511 == 511:
+                acc %= q64
+        for half in range(2):
+            for t in range(rows):
+                for o in range(outputs):
+                    out[half, k, t, o] = np.uint32(acc[half * rows + t, o] % q64)
 
 
-def multiply(weights: U32, c: U32, shape: BlockShape, params: RlweParams = PARAMS) -> U32:
-    """One half of the encrypted product: ``weights`` from :func:`encode_weights` times ``c [2, n, input_blocks]``.
+def multiply(weights: U32, c: U32, shape: BlockShape, params: RlweParams = PARAMS, *, parallel: bool = False) -> U32:
+    """The encrypted product: ``weights`` from :func:`encode_weights` times both halves ``c [2 halves, 2, n, I]``.
+
+    Args:
+        parallel: a thread for each prime.
 
     Returns:
-        ``[2, n, output_blocks]``, in NTT form; applied to both halves of the ciphertexts it gives the result's halves.
+        ``[2 halves, 2, n, output_blocks]``, in NTT form.
     """
-    out = np.empty((2, params.n, shape.output_blocks), np.uint32)
-    for i, q in enumerate(params.primes):
-        _accumulate(weights[i], np.ascontiguousarray(c[i]), q, out[i])
-    return out
+    split = (2, 2, shape.points, shape.rows)
+    out = np.empty((*split, weights.shape[3]), np.uint32)
+    halves = c.reshape(*split, shape.input_blocks)
+    each_prime(lambda i: _multiply(weights[i], halves[:, i], params.primes[i], out[:, i]), parallel)
+    return out.reshape(2, 2, params.n, -1)

@@ -14,9 +14,11 @@ Nothing here can hold a secret: keys, encryption and decryption are in ``sordino
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -33,8 +35,15 @@ U64 = NDArray[np.uint64]
 SEED_BYTES: Final = 32
 # Homomorphic Encryption Standard (Albrecht et al., ePrint 2019/939), Table 1, ternary secret, 128-bit classical.
 _MAX_LOG_Q: Final = {1024: 27, 2048: 54, 4096: 109, 8192: 218}
-# Probability that a decryption of one coefficient fails; the noise bound of `max_row_norm` is made for it.
-FAILURE_LOG2: Final = -64
+# Probability that one coefficient decodes wrongly: 2^-64 for a token whose products have up to 2^24 coefficients
+# (SmolLM2-135M: 2^17.3; a 70B model: 2^22.7). The norm bounds are made for it.
+FAILURE_LOG2: Final = -64 - 24
+# Keys of a larger squared norm are drawn anew (mean 1,365, deviation 21: about one in 30,000), so that the rounding of
+# a switched answer has a bound.
+MAX_KEY_WEIGHT: Final = 1450
+# Modulus 2^41 of switched answers: the smallest power of two whose norm bound is near that of full answers; 2^40 would
+# allow a third of it.
+SWITCH_BITS: Final = 41
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +80,28 @@ class RlweParams:
     def q(self) -> int:
         return self.primes[0] * self.primes[1]
 
-    @property
-    def budget(self) -> int:
-        """Largest noise magnitude that still decodes: q / (2p), less one for the rounding on both ends."""
-        return self.q // (2 * P) - 1
+    def max_norm(self, bits: int = 0) -> float:
+        """Largest Euclidean norm of the weights in a product for which a coefficient decodes but with 2^FAILURE_LOG2.
 
-    @property
-    def max_row_norm(self) -> float:
-        """Largest ||W_i||_2 for which a coefficient of sum_j W_ij ct_j fails to decode with probability < 2^-64.
-
-        The noise is sum_j W_ij (e_j + d_j): e_j centred binomial, sub-Gaussian with variance proxy eta/2 (Hoeffding's
+        The noise is sum_j W_j (e_j + d_j): e_j centred binomial, sub-Gaussian with variance proxy eta/2 (Hoeffding's
         lemma on each of the 2*eta bits, each of width 1: proxy 2*eta/4), d_j the encoder's rounding, |d_j| <= 1/2
-        (proxy 1/4). So P(|noise| > t) <= 2 exp(-t^2 / (2 (eta/2 + 1/4) ||W_i||^2)).
-        """
-        return self.budget / math.sqrt(2 * (self.eta / 2 + 0.25) * math.log(2) * (1 - FAILURE_LOG2))
+        (proxy 1/4). Switching the answer from q to 2^bits scales it and adds f0 + f1*s, f the roundings of both halves:
+        uniform in [-1/2, 1/2], hence strictly sub-Gaussian with proxy 1/12 (Arbel, Marchal and Nguyen, "On strict
+        sub-Gaussianity", ESAIM P&S 24, 2020), f1 being of a uniform polynomial. A noise of proxy v exceeds the budget t
+        with probability <= 2 exp(-t^2 / 2v).
 
-    def check_norm(self, name: str, norm: float) -> None:
-        """Raises RangeError when a matrix with this largest row norm could decode wrongly."""
-        if norm > self.max_row_norm:
-            raise RangeError(
-                f"group {name!r}: a row norm of {norm:.0f} is over the noise bound {self.max_row_norm:.0f}"
-            )
+        Args:
+            bits: 0 for answers modulo q.
+        """
+        scale, rounding = (2.0**bits / self.q, (1 + MAX_KEY_WEIGHT) / 12) if bits else (1.0, 0.0)
+        budget = scale * self.q / (2 * P) - 1  # less one for the roundings of the decoder
+        allowed = budget * abs(budget) / (2 * math.log(2) * (1 - FAILURE_LOG2)) - rounding
+        return math.sqrt(max(0.0, allowed) / (self.eta / 2 + 0.25)) / scale
+
+    def check_norm(self, name: str, norm: float, bits: int = 0) -> None:
+        """Raises RangeError when weights of this norm could decode wrongly."""
+        if norm > self.max_norm(bits):
+            raise RangeError(f"group {name!r}: a norm of {norm:.0f} is over the noise bound {self.max_norm(bits):.0f}")
 
 
 def _is_prime(q: int) -> bool:
@@ -187,19 +197,72 @@ def _intt_columns(a: U32, w: U32, ws: U32, n_inv: int, n_inv_shoup: int, q: int)
                 a[i, start + c] = min(r, np.uint32(r - q32))
 
 
-def ntt(a: U32, params: RlweParams = PARAMS) -> None:
-    """Forward transform in place: ``[2, n, C]`` coefficients (each < its prime) to evaluation points."""
-    for i, q in enumerate(params.primes):
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, thread_name_prefix="sordino-rlwe")
+
+
+def each_prime(work: Callable[[int], None], parallel: bool) -> None:
+    """``work(0)`` and ``work(1)``, at the same time when ``parallel``."""
+    if parallel:
+        other = _threads().submit(work, 1)
+        work(0)
+        other.result()
+    else:
+        work(0)
+        work(1)
+
+
+def ntt(a: U32, params: RlweParams = PARAMS, *, parallel: bool = False) -> None:
+    """Forward transform in place: ``[2, k, C]`` coefficients (each < its prime) to evaluation points.
+
+    k is n, or a smaller power of two: then of polynomials in X^(n/k), at the points of n without the repetitions.
+    """
+
+    def work(i: int) -> None:
         w, ws, _, _ = twiddles(params, i)
-        _ntt_columns(a[i], w, ws, q)
+        _ntt_columns(a[i], w, ws, params.primes[i])
+
+    each_prime(work, parallel)
 
 
-def intt(a: U32, params: RlweParams = PARAMS) -> None:
+def intt(a: U32, params: RlweParams = PARAMS, *, parallel: bool = False) -> None:
     """Inverse of :func:`ntt`, in place."""
-    for i, q in enumerate(params.primes):
+
+    def work(i: int) -> None:
+        q, k = params.primes[i], a.shape[1]
         _, _, w, ws = twiddles(params, i)
-        n_inv = pow(params.n, -1, q)
-        _intt_columns(a[i], w, ws, n_inv, (n_inv << 32) // q, q)
+        k_inv = pow(k, -1, q)
+        _intt_columns(a[i], w, ws, k_inv, (k_inv << 32) // q, q)
+
+    each_prime(work, parallel)
+
+
+# -- modulus switching -----------------------------------------------------------------------------------------------
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _switch(d0: U32, d1: U32, inverse: int, q0: int, q1: int, bits: int, out: U64) -> None:
+    """round(2^bits x / q) mod 2^bits for x = CRT(d0, d1) = d0 + q0 t, with t = (d1 - d0) q0^-1 mod q1.
+
+    In float64 x 2^bits / q is within 2^(bits-52) of the truth: nothing beside the rounding.
+    """
+    q64, mask = np.uint64(q1), np.uint64((1 << bits) - 1)
+    per_t = np.float64(1 << bits) / np.float64(q1)
+    per_d = per_t / np.float64(q0)
+    for i in range(d0.shape[0]):
+        for j in range(d0.shape[1]):
+            a = np.uint64(d0[i, j])
+            t = (np.uint64(d1[i, j]) + q64 + q64 - a) * np.uint64(inverse) % q64
+            out[i, j] = np.uint64(np.float64(t) * per_t + np.float64(a) * per_d + 0.5) & mask
+
+
+def switch(a: U32, bits: int, params: RlweParams = PARAMS) -> U64:
+    """Coefficients ``[2, k, C]`` from modulus q to 2^bits: ``[k, C]``, each times 2^bits/q and rounded."""
+    q0, q1 = params.primes
+    out = np.empty(a.shape[1:], np.uint64)
+    _switch(a[0], a[1], pow(q0, -1, q1), q0, q1, bits, out)
+    return out
 
 
 # -- seeded public randomness ----------------------------------------------------------------------------------------
@@ -252,13 +315,13 @@ RESIDUE_BITS: Final = 27
 _GROUP: Final = 64  # values to a group of words: 64 values of b bits fill b words exactly
 
 
-def packed_bytes(count: int) -> int:
-    """Bytes on the wire for ``count`` residues of 27 bits (rounded up to groups of 64)."""
-    return -(-count // _GROUP) * RESIDUE_BITS * 8
+def packed_bytes(count: int, bits: int = RESIDUE_BITS) -> int:
+    """Bytes on the wire for ``count`` values (rounded up to groups of 64)."""
+    return -(-count // _GROUP) * bits * 8
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _pack(values: U32, words: U64, bits: int) -> None:
+def _pack(values: U32 | U64, words: U64, bits: int) -> None:
     lanes = values.shape[1]
     for start in range(0, lanes, 512):
         stop = min(start + 512, lanes)
@@ -277,7 +340,7 @@ def _pack(values: U32, words: U64, bits: int) -> None:
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _unpack(words: U64, values: U32, bits: int) -> None:
+def _unpack(words: U64, values: U32 | U64, bits: int) -> None:
     lanes = values.shape[1]
     mask = np.uint64((1 << bits) - 1)
     for start in range(0, lanes, 512):
@@ -288,40 +351,56 @@ def _unpack(words: U64, values: U32, bits: int) -> None:
             if spill > 0:
                 up = np.uint64(64) - shift
                 for c in range(start, stop):
-                    values[k, c] = np.uint32(((words[word, c] >> shift) | (words[word + 1, c] << up)) & mask)
+                    values[k, c] = ((words[word, c] >> shift) | (words[word + 1, c] << up)) & mask
             else:
                 for c in range(start, stop):
-                    values[k, c] = np.uint32((words[word, c] >> shift) & mask)
+                    values[k, c] = (words[word, c] >> shift) & mask
 
 
-def pack(values: U32) -> bytes:
-    """27-bit residues to bytes: groups of 64 values in 27 little-endian words, lane by lane.
+def pack(values: U32 | U64, bits: int = RESIDUE_BITS) -> bytes:
+    """Values below 2^bits to bytes: groups of 64 values in ``bits`` little-endian words, lane by lane.
 
     Value ``k * lanes + c`` is the k-th of lane c, which lets both directions run over lanes in parallel.
     """
     flat = values.reshape(-1)
     lanes = -(-flat.size // _GROUP)
     if flat.size != lanes * _GROUP:
-        flat = np.concatenate([flat, np.zeros(lanes * _GROUP - flat.size, np.uint32)])
-    words = np.zeros((RESIDUE_BITS, lanes), np.uint64)
-    _pack(flat.reshape(_GROUP, lanes), words, RESIDUE_BITS)
+        flat = np.concatenate([flat, np.zeros(lanes * _GROUP - flat.size, flat.dtype)])
+    words = np.zeros((bits, lanes), np.uint64)
+    _pack(flat.reshape(_GROUP, lanes), words, bits)
     return words.astype("<u8", copy=False).tobytes()
 
 
 def unpack(data: bytes, shape: tuple[int, ...], params: RlweParams = PARAMS) -> U32:
-    """Inverse of :func:`pack`; ``shape[0] == 2`` indexes the primes.
+    """Residues from :func:`pack`; ``shape[0] == 2`` indexes the primes.
 
     Raises:
         ProtocolError: the length is not that of the shape, or a residue is not below its prime.
     """
-    count = math.prod(shape)
-    if len(data) != packed_bytes(count):
-        raise ProtocolError(f"{len(data)} bytes for {count} residues, expected {packed_bytes(count)}")
-    lanes = -(-count // _GROUP)
-    values = np.empty((_GROUP, lanes), np.uint32)
-    _unpack(np.frombuffer(data, dtype="<u8").reshape(RESIDUE_BITS, lanes), values, RESIDUE_BITS)
-    out: U32 = values.reshape(-1)[:count].reshape(shape)
+    out: U32 = _unpacked(data, shape, RESIDUE_BITS, np.dtype(np.uint32))
     for residues, q in zip(out, params.primes, strict=True):
         if residues.size and int(residues.max()) >= q:
             raise ProtocolError("a residue is not below its prime")
     return out
+
+
+def unpack_switched(data: bytes, shape: tuple[int, ...], bits: int) -> U64:
+    """Values below 2^bits from :func:`pack`.
+
+    Raises:
+        ProtocolError: the length is not that of the shape.
+    """
+    out: U64 = _unpacked(data, shape, bits, np.dtype(np.uint64))
+    return out
+
+
+def _unpacked(data: bytes, shape: tuple[int, ...], bits: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    count = math.prod(shape)
+    if len(data) != packed_bytes(count, bits):
+        raise ProtocolError(
+            f"{len(data)} bytes for {count} values of {bits} bits, expected {packed_bytes(count, bits)}"
+        )
+    lanes = -(-count // _GROUP)
+    values = np.empty((_GROUP, lanes), dtype)
+    _unpack(np.frombuffer(data, dtype="<u8").reshape(bits, lanes), values, bits)
+    return values.reshape(-1)[:count].reshape(shape)

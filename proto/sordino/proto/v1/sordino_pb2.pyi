@@ -49,18 +49,18 @@ class FileChunk(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ProvisionRequest(_message.Message):
-    __slots__ = ("group", "seed", "c0", "masks", "check")
+    __slots__ = ("group", "seed", "c0", "masks", "block")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     C0_FIELD_NUMBER: _ClassVar[int]
     MASKS_FIELD_NUMBER: _ClassVar[int]
-    CHECK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
     group: int
     seed: bytes
     c0: bytes
     masks: MaskBlock
-    check: CheckVectors
-    def __init__(self, group: _Optional[int] = ..., seed: _Optional[bytes] = ..., c0: _Optional[bytes] = ..., masks: _Optional[_Union[MaskBlock, _Mapping]] = ..., check: _Optional[_Union[CheckVectors, _Mapping]] = ...) -> None: ...
+    block: BlockProduct
+    def __init__(self, group: _Optional[int] = ..., seed: _Optional[bytes] = ..., c0: _Optional[bytes] = ..., masks: _Optional[_Union[MaskBlock, _Mapping]] = ..., block: _Optional[_Union[BlockProduct, _Mapping]] = ...) -> None: ...
 
 class MaskBlock(_message.Message):
     __slots__ = ("block", "points")
@@ -70,8 +70,8 @@ class MaskBlock(_message.Message):
     points: int
     def __init__(self, block: _Optional[int] = ..., points: _Optional[int] = ...) -> None: ...
 
-class CheckVectors(_message.Message):
-    __slots__ = ("rows", "inputs", "outputs", "first_input", "input_count", "first_output", "output_count")
+class BlockProduct(_message.Message):
+    __slots__ = ("rows", "inputs", "outputs", "first_input", "input_count", "first_output", "output_count", "transposed", "answer_bits")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,8 @@ class CheckVectors(_message.Message):
     INPUT_COUNT_FIELD_NUMBER: _ClassVar[int]
     FIRST_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPOSED_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_BITS_FIELD_NUMBER: _ClassVar[int]
     rows: int
     inputs: int
     outputs: int
@@ -86,7 +88,9 @@ class CheckVectors(_message.Message):
     input_count: int
     first_output: int
     output_count: int
-    def __init__(self, rows: _Optional[int] = ..., inputs: _Optional[int] = ..., outputs: _Optional[int] = ..., first_input: _Optional[int] = ..., input_count: _Optional[int] = ..., first_output: _Optional[int] = ..., output_count: _Optional[int] = ...) -> None: ...
+    transposed: bool
+    answer_bits: int
+    def __init__(self, rows: _Optional[int] = ..., inputs: _Optional[int] = ..., outputs: _Optional[int] = ..., first_input: _Optional[int] = ..., input_count: _Optional[int] = ..., first_output: _Optional[int] = ..., output_count: _Optional[int] = ..., transposed: _Optional[bool] = ..., answer_bits: _Optional[int] = ...) -> None: ...
 
 class ProvisionResponse(_message.Message):
     __slots__ = ("group", "c0", "c1")

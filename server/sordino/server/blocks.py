@@ -1,0 +1,147 @@
+"""Encrypted block products: a matrix, or its transpose, times rows that are packed as in :mod:`sordino.shared.packing`.
+
+Check vectors, just-in-time masks and the rows of protocol ``rlwe`` all come this way; the server cannot tell which, and
+holds no key.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from sordino.server.kernel import I8, RingMatrix
+from sordino.shared.packing import Part, encode_weights, multiply, useful
+from sordino.shared.rlwe import PARAMS, U32, U64, expand_uniform, intt, switch
+
+_POLYNOMIALS: Final = 1024  # encoded at a time when they are not kept: 16 MB
+_IDLE_S: Final = 60.0  # after so long unused, encoded weights make room for others
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request asks for: a part of the group's matrix, and the modulus of the answer (0 bits: q)."""
+
+    group: int
+    transposed: bool
+    part: Part
+    bits: int
+
+
+@dataclass(slots=True)
+class _Kept:
+    planes: list[U32]
+    size: int
+    used: float
+
+
+class BlockProducts:
+    """Multiplies blocks and keeps encoded weights, 8 bytes a weight and packing, up to a limit.
+
+    Weights are encoded when they are first asked for. What does not fit is encoded anew for each request: each token
+    passes through all groups in the same order, so dropping the least recently used would drop each just before its
+    turn; only what lay idle for a minute makes room.
+
+    Args:
+        limit: bytes of encoded weights to keep.
+        parallel: use two threads for a product.
+    """
+
+    def __init__(self, limit: int, *, parallel: bool) -> None:
+        self._limit = limit
+        self._parallel = parallel
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[object, ...], _Kept] = {}
+
+    @property
+    def kept_bytes(self) -> int:
+        with self._lock:
+            return sum(kept.size for kept in self._kept.values())
+
+    def product(self, matrix: RingMatrix, wanted: Wanted, seed: bytes, c0: U32) -> tuple[U32 | U64, U32 | U64]:
+        """Both halves of the answer.
+
+        Args:
+            c0: ``[2, N, input_blocks]``.
+
+        Returns:
+            ``[2, N, planes * output_blocks]`` twice, in NTT form; or with ``wanted.bits`` coefficients, ``[rows *
+            outputs, planes * output_blocks]`` of c0 and ``[N, planes * output_blocks]`` of c1.
+
+        Raises:
+            RangeError: the weights of a block are so large that the answer could decode wrongly.
+        """
+        c1 = expand_uniform(seed, 0, (c0.shape[1], c0.shape[2]))
+        both = np.stack([c0, c1])
+        shape = wanted.part.shape
+        parts = []
+        for weights in self._encoded(matrix, wanted):
+            some = replace(shape, out_features=weights.shape[3] * shape.outputs)
+            parts.append(multiply(weights, both, some, parallel=self._parallel))
+        out = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=3)
+        if not wanted.bits:
+            return out[0], out[1]
+        columns = np.concatenate([out[0], out[1]], axis=2)
+        intt(columns, parallel=self._parallel)
+        blocks = out.shape[3]
+        read = np.ascontiguousarray(columns[:, useful(shape), :blocks])
+        return switch(read, wanted.bits), switch(columns[:, :, blocks:], wanted.bits)
+
+    def _encoded(self, matrix: RingMatrix, wanted: Wanted) -> Iterator[U32]:
+        ins, outs = wanted.part.inputs, wanted.part.outputs
+        key = (wanted.group, ins.start, ins.stop, outs.start, outs.stop, wanted.part.shape)
+        with self._lock:
+            kept = None if wanted.transposed else self._kept.get(key)
+            if kept is not None:
+                kept.used = time.monotonic()
+        if kept is not None:
+            yield from kept.planes
+            return
+        shape = wanted.part.shape
+        size = 8 * shape.points * shape.input_blocks * shape.output_blocks * matrix.planes
+        keep = not wanted.transposed and self._make_room(size)
+        step = shape.outputs * (shape.output_blocks if keep else max(1, _POLYNOMIALS // shape.input_blocks))
+        planes = []
+        for plane in _planes(matrix, wanted):
+            for first in range(0, shape.out_features, step):
+                weights = np.ascontiguousarray(plane[first : first + step])
+                _check_norms(wanted, weights)
+                some = replace(shape, out_features=weights.shape[0])
+                encoded = encode_weights(weights, some, parallel=self._parallel)
+                if keep:
+                    planes.append(encoded)
+                yield encoded
+        if keep:
+            with self._lock:
+                self._kept[key] = _Kept(planes, size, time.monotonic())
+
+    def _make_room(self, size: int) -> bool:
+        with self._lock:
+            used = sum(kept.size for kept in self._kept.values())
+            idle = [key for key, kept in self._kept.items() if kept.used < time.monotonic() - _IDLE_S]
+            for key in sorted(idle, key=lambda key: self._kept[key].used):
+                if used + size <= self._limit:
+                    break
+                used -= self._kept.pop(key).size
+            return used + size <= self._limit
+
+
+def _planes(matrix: RingMatrix, wanted: Wanted) -> Iterator[I8]:
+    rows, columns = wanted.part.outputs, wanted.part.inputs
+    if wanted.transposed:
+        rows, columns = columns, rows
+    planes = matrix.weights.view(matrix.planes, matrix.out_features, matrix.in_features)
+    for plane in planes[:, rows, columns].cpu().numpy():
+        yield plane.T if wanted.transposed else plane
+
+
+def _check_norms(wanted: Wanted, weights: I8) -> None:
+    """A coefficient of the answer carries the noise of all weights of its block (§5.1)."""
+    squares = np.einsum("ij,ij->i", weights, weights, dtype=np.float64)
+    starts = np.arange(0, weights.shape[0], wanted.part.shape.outputs)
+    largest = float(np.sqrt(np.add.reduceat(squares, starts).max()))
+    PARAMS.check_norm(f"number {wanted.group}", largest, wanted.bits)
