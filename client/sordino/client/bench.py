@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import psutil
@@ -277,9 +277,26 @@ def _provisioning(link: Connected, slots: int, before: tuple[float, ...], after:
     }
 
 
+_BARE_SERVER: Final = """
+import psutil, torch, sordino.server.cli
+from pathlib import Path
+from sordino.server.app import ServerConfig, build_server
+from sordino.server.kernel import choose_kernel
+from sordino.server.service import Limits, SordinoService
+choose_kernel(torch.device("cpu"))
+config = ServerConfig(bundle=Path(), tls=None, tokens=None)
+server, _ = build_server(SordinoService(None, Limits()), config)
+server.add_insecure_port("127.0.0.1:0")
+server.start()
+print(psutil.Process().memory_info().rss)
+server.stop(0)
+"""
+
+
 def _memory(manifest: ModelManifest, loaded: int, at_end: int) -> dict[str, float]:
-    """Resident memory of the server above a process that has only imported it, against the int8 weights."""
-    code = "import sordino.server.app, psutil; print(psutil.Process().memory_info().rss)"
+    """Resident memory of the server above a server that has compiled its kernel and holds no weights, against the int8
+    weights."""
+    code = _BARE_SERVER
     bare = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
     weights = sum(group.planes * group.out_features * group.in_features for group in manifest.groups)
     return {

@@ -109,25 +109,27 @@ class SordinoService(pb_grpc.SordinoServicer):
         self, request_iterator: Iterator[pb.ProvisionRequest], context: Context
     ) -> Iterator[pb.ProvisionResponse]:
         limits = self._limits
-        with self._admit("provisioning", context, limits.max_provisioning, limits.max_provisioning_per_identity):
-            weights: tuple[int, torch.Tensor] | None = None
-            try:
-                for request in request_iterator:
-                    kind = request.WhichOneof("kind")
-                    matrix = self._matrix(request.group)
-                    with self._all_cores():
-                        if kind == "masks":
-                            if weights is None or weights[0] != request.group:
-                                weights = (request.group, matrix.weights.to(torch.float64))
-                            response = self._masks(request, matrix, weights[1])
-                        elif kind == "check":
-                            response = self._checks(request, matrix)
-                        else:
-                            raise ProtocolError("a provisioning request holds masks or check vectors, this one neither")
-                    yield response
-            finally:
-                weights = None
-                return_memory()
+        try:
+            with self._admit("provisioning", context, limits.max_provisioning, limits.max_provisioning_per_identity):
+                yield from self._provision(request_iterator)
+        finally:
+            return_memory()
+
+    def _provision(self, requests: Iterator[pb.ProvisionRequest]) -> Iterator[pb.ProvisionResponse]:
+        weights: tuple[int, torch.Tensor] | None = None
+        for request in requests:
+            kind = request.WhichOneof("kind")
+            matrix = self._matrix(request.group)
+            with self._all_cores():
+                if kind == "masks":
+                    if weights is None or weights[0] != request.group:
+                        weights = (request.group, matrix.weights.to(torch.float64))
+                    response = self._masks(request, matrix, weights[1])
+                elif kind == "check":
+                    response = self._checks(request, matrix)
+                else:
+                    raise ProtocolError("a provisioning request holds masks or check vectors, this one neither")
+            yield response
 
     def Evaluate(  # noqa: N802
         self, request_iterator: Iterator[pb.EvaluateRequest], context: Context
@@ -224,6 +226,7 @@ class SordinoService(pb_grpc.SordinoServicer):
     @contextmanager
     def _admit(self, what: str, context: Context, total: int, per_identity: int) -> Iterator[None]:
         key = (what, identity_of(context))
+        self.waits.refuse_when_draining()  # rather than for want of a place that is about to be free
         with self._lock:
             if sum(count for (kind, _), count in self._open.items() if kind == what) >= total:
                 raise LimitError(f"the server has its {total} {what} streams: try again later")
