@@ -1,4 +1,5 @@
-"""``sordino generate`` at the edges: empty and too long prompts, templates, settings that the repository hides."""
+"""``sordino generate`` at the edges: empty and too long prompts, templates, settings that the repository hides; what
+``sordino provision`` and ``sordino bench`` refuse, and the smallest benchmark there is."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from typing import Any, NamedTuple
 import models
 import pytest
 from pairs import InProcessServer
+from rich.console import Console
 from tokenizers.processors import TemplateProcessing
 
-from sordino.client import Connected, connect
+from sordino.client import Connected, cli, connect, terminal
 from sordino.client.cli import encode_prompt
 from sordino.server.split import split_model
 from sordino.shared.cli import main
@@ -66,17 +68,15 @@ def opinionated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """``run(server, prompt, *options)``: the command as a shell would run it, nothing hidden unless told."""
+def sordino(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """``sordino(*arguments)``: the command as a shell would run it."""
     for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv("COLUMNS", "300")
 
-    def command(server: str, prompt: str, *options: str, protocol: str = "clear") -> Outcome:
+    def command(*arguments: str) -> Outcome:
         capfd.readouterr()
-        monkeypatch.setattr(
-            sys, "argv", ["sordino", "generate", prompt, "--server", server, "--protocol", protocol, *options]
-        )
+        monkeypatch.setattr(sys, "argv", ["sordino", *arguments])
         try:
             main()
             code = 0
@@ -84,6 +84,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
         captured = capfd.readouterr()
         return Outcome(code, captured.out, captured.err)
+
+    return command
+
+
+@pytest.fixture
+def run(sordino: Run) -> Run:
+    """``run(server, prompt, *options)``: ``sordino generate``, nothing hidden unless told."""
+
+    def command(server: str, prompt: str, *options: str, protocol: str = "clear") -> Outcome:
+        return sordino("generate", prompt, "--server", server, "--protocol", protocol, *options)
 
     return command
 
@@ -251,7 +261,76 @@ def test_masked_prints_what_is_left_and_clear_says_that_nothing_is_hidden(
     assert not caplog.records
 
 
+def test_a_prompt_longer_than_a_batch(opinionated: str, run: Run) -> None:
+    options = ("--temperature", "0", "--max-new-tokens", "20", "--raw")
+    masked = run(opinionated, "x" * 150, *options, "--batch", "64", protocol="masked")
+    assert masked.code == 0, masked.err
+    assert "out of masks" in masked.err
+    assert masked.out == run(opinionated, "x" * 150, *options).out
+
+
 @pytest.mark.parametrize("protocol", ["plain", ""])
 def test_an_unknown_protocol_is_an_error_of_one_line(gpt2: str, run: Run, protocol: str) -> None:
     outcome = run(gpt2, "hello", protocol=protocol)
     assert (outcome.code, "ProtocolError" in outcome.err, "Traceback" in outcome.err) == (1, True, False)
+
+
+# -- provision and bench -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", ["-64", "0", "65", "4096"])
+def test_a_batch_that_cannot_be_made_is_refused_before_anything_is_sent(sordino: Run, batch: str) -> None:
+    """Nothing listens there."""
+    outcome = sordino("provision", "--server", "grpc://127.0.0.1:9", "--batch", batch)
+    assert outcome.code == 1
+    assert outcome.err.splitlines() == [
+        f"error: PoolError: a batch has a multiple of 64 slots, from 64 to 2048; not {batch}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        (["--tokens", "1"], 2, "--tokens"),
+        (["--repeats", "0"], 2, "--repeats"),
+        (["--batch", "-64"], 1, "a multiple of 64 slots"),
+        (["--batch", "4096"], 1, "a multiple of 64 slots"),
+        (["--tokens", "300", "--reference", "none"], 1, "positions"),
+        (["--model", "nosuch"], 1, "--model nosuch: there is no such file or folder"),
+        (["--model", "."], 1, "--model . cannot be loaded"),
+        (["--json", "nosuch/figures.json"], 1, "no such folder"),
+        (["--reference", "torch"], 1, "--reference is transformers or none"),
+    ],
+)
+def test_a_benchmark_that_cannot_be_run(
+    bundles: Callable[..., Path],
+    sordino: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    code: int,
+    text: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = sordino("bench", "decode", "--bundle", str(bundles("llama")), *options)
+    assert (outcome.code, text in outcome.err) == (code, True), outcome.err
+    assert "Traceback" not in outcome.err
+    assert code == 2 or outcome.err.splitlines()[-1].startswith("error: ")
+
+
+def test_the_smallest_benchmark(
+    bundles: Callable[..., Path], sordino: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tokens once, of a prompt longer than a batch, at a terminal: refills come amid answers and beside them."""
+    console = Console(stderr=True, force_terminal=True)
+    for module in (cli, terminal):
+        monkeypatch.setattr(module, "console", console)
+    figures = tmp_path / "figures.json"
+    small = ("--tokens", "2", "--repeats", "1", "--batch", "64", "--reference", "none", "--json", str(figures))
+    outcome = sordino("bench", "decode", "--bundle", str(bundles("llama")), *small)
+    assert outcome.code == 0, outcome.err
+    assert "Traceback" not in outcome.err
+    [masked, clear] = json.loads(figures.read_text())["protocols"].values()
+    assert masked["tokens_equal_clear"]
+    assert masked["tpot_ms_p95"] == masked["tpot_ms_p50"] > 0
+    assert clear["rounds_per_token"] == masked["rounds_per_token"]

@@ -13,24 +13,24 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from sordino.client.local_server import server_process
 from sordino.client.provision import plan_batch
-from sordino.client.session import Connected
-from sordino.client.terminal import connected, encode_prompt, timed_streamer
-from sordino.shared.errors import SordinoError
+from sordino.client.session import Connected, check_batch
+from sordino.client.terminal import connected, encode_prompt, progress_bar, timed_streamer
+from sordino.shared.errors import RangeError, SordinoError, UnsupportedModelError
 from sordino.shared.manifest import ModelManifest
 
 PROMPT = "Explain in a few sentences why the sky is blue in the daytime and red in the evening."
@@ -82,7 +82,7 @@ class Contestant:
     def figures(self) -> dict[str, Any]:
         return {
             "tpot_ms_p50": round(statistics.median(self.tpot), 2),
-            "tpot_ms_p95": round(statistics.quantiles(self.tpot, n=20)[-1], 2),
+            "tpot_ms_p95": round(float(np.percentile(self.tpot, 95)), 2),
             "ttft_ms": round(statistics.median(self.ttft), 1),
             "client_cpu_ms_per_token": round(self.per_token("client_cpu", 1e3), 2),
         }
@@ -129,14 +129,21 @@ def run_decode(
     """Runs the benchmark; returns what is written to ``json_path``.
 
     Raises:
-        SordinoError: an unknown protocol, no reference model, or a server that does not start.
+        RangeError: too few tokens or repeats to measure anything, or more tokens than the model has positions.
+        SordinoError: an unknown protocol, an impossible batch, no reference model, or a server that does not start.
     """
+    if tokens < 2 or repeats < 1:
+        raise RangeError(f"the benchmark needs 2 tokens and 1 repeat at least, not {tokens} and {repeats}")
+    check_batch(batch)
     unknown = set(protocols) - {"masked", "clear"}
     if unknown or not protocols:
         raise SordinoError(f"--protocols takes masked and clear, not {', '.join(sorted(unknown)) or 'nothing'}")
     if reference not in ("transformers", "none"):
         raise SordinoError(f"--reference is transformers or none, not {reference!r}")
+    if json_path and not json_path.absolute().parent.is_dir():
+        raise SordinoError(f"--json {json_path}: there is no such folder")
     manifest = ModelManifest.load(bundle)
+    plain = _plain_model(model, bundle) if reference == "transformers" else None
     me = psutil.Process()
     result: dict[str, Any] = {"machine": _machine(), "model": manifest.model_name, "tokens": tokens, "protocols": {}}
     with ExitStack() as stack:
@@ -144,7 +151,7 @@ def run_decode(
         target, ca, token, server = stack.enter_context(server_process(bundle, work / "server", allow_clear=True))
         loaded = server.memory_info().rss
         links: dict[str, Connected] = {}
-        for name in protocols:
+        for name in dict.fromkeys(protocols):
             before = cpu_seconds(server), cpu_seconds(me), time.perf_counter()
             link = stack.enter_context(
                 connected(
@@ -168,17 +175,22 @@ def run_decode(
             name: Contestant(link.model, encode_prompt(link, PROMPT), tokens, link.tokenizer, link)
             for name, link in links.items()
         }
-        if reference == "transformers":
-            first = links[protocols[0]]
-            plain = _plain_model(model, bundle)
-            contestants["reference"] = Contestant(plain, encode_prompt(first, PROMPT), tokens, first.tokenizer, None)
+        first = links[protocols[0]]
+        prompt = encode_prompt(first, PROMPT)
+        limit, length = getattr(first.model.config, "max_position_embeddings", None), prompt["input_ids"].shape[1]
+        if limit and length + tokens > limit:
+            raise RangeError(f"a prompt of {length} and {tokens} tokens are over the model's {limit} positions")
+        if plain is not None:
+            contestants["reference"] = Contestant(plain, prompt, tokens, first.tokenizer, None)
 
         def counters() -> dict[str, float]:
             return {"server_cpu": cpu_seconds(server), "client_cpu": cpu_seconds(me)}
 
-        for turn in track(range(repeats + 1), description="answers", console=console, transient=True):
-            for contestant in contestants.values():
-                contestant.answer(counters, count=turn > 0)
+        with progress_bar("answers") as answered:
+            for turn in range(repeats + 1):
+                answered(turn, repeats + 1)
+                for contestant in contestants.values():
+                    contestant.answer(counters, count=turn > 0)
         if "masked" in contestants:
             result["sustained"] = _sustained(contestants["masked"], links["masked"], counters, batch)
         result["server_memory"] = _memory(manifest, loaded, server.memory_info().rss)
@@ -201,11 +213,13 @@ def _sustained(
     idle = statistics.median(masked.tpot)
     beside = Contestant.like(masked)
     start = time.perf_counter()
-    refill = threading.Thread(target=link.session.provision)
-    refill.start()
-    while refill.is_alive():
+    pool = ThreadPoolExecutor(1)
+    refill = pool.submit(link.session.provision)
+    pool.shutdown(wait=False)  # the thread ends with the batch, or with the session if an answer fails
+    while not beside.decoded or not refill.done():
         beside.answer(counters, count=True)
     seconds = time.perf_counter() - start
+    refill.result()
     busy = statistics.median(beside.tpot)
     made, while_busy, otherwise = batch / seconds, 1e3 / busy, 1e3 / idle
     share = min(1.0, otherwise / max(made - while_busy + otherwise, 1e-9))
@@ -263,9 +277,26 @@ def _provisioning(link: Connected, slots: int, before: tuple[float, ...], after:
     }
 
 
+_BARE_SERVER: Final = """
+import psutil, torch, sordino.server.cli
+from pathlib import Path
+from sordino.server.app import ServerConfig, build_server
+from sordino.server.kernel import choose_kernel
+from sordino.server.service import Limits, SordinoService
+choose_kernel(torch.device("cpu"))
+config = ServerConfig(bundle=Path(), tls=None, tokens=None)
+server, _ = build_server(SordinoService(None, Limits()), config)
+server.add_insecure_port("127.0.0.1:0")
+server.start()
+print(psutil.Process().memory_info().rss)
+server.stop(0)
+"""
+
+
 def _memory(manifest: ModelManifest, loaded: int, at_end: int) -> dict[str, float]:
-    """Resident memory of the server above a process that has only imported it, against the int8 weights."""
-    code = "import sordino.server.app, psutil; print(psutil.Process().memory_info().rss)"
+    """Resident memory of the server above a server that has compiled its kernel and holds no weights, against the int8
+    weights."""
+    code = _BARE_SERVER
     bare = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
     weights = sum(group.planes * group.out_features * group.in_features for group in manifest.groups)
     return {
@@ -284,8 +315,13 @@ def _plain_model(model: Path | None, bundle: Path) -> Any:
         if len(found) != 1:
             raise SordinoError("--model is needed for the reference: the folder or .gguf file that was split")
         model = found[0]
+    if not model.exists():
+        raise SordinoError(f"--model {model}: there is no such file or folder")
     folder, extra = (model.parent, {"gguf_file": model.name}) if model.suffix == ".gguf" else (model, {})
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **extra)
+    try:
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **extra)
+    except Exception as error:  # whatever the library makes of a file that is no model
+        raise UnsupportedModelError(f"--model {model} cannot be loaded: {str(error).partition(chr(10))[0]}") from None
     return plain.eval()
 
 

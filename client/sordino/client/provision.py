@@ -190,7 +190,7 @@ def fill(
             if done != len(groups):
                 raise TransportError("the server ended the stream before the batch was complete")
 
-        connection.retrying(attempt)
+        connection.retrying(attempt, lambda: done)
         batch.commit()
 
 
@@ -257,6 +257,7 @@ def _stream_groups(
             yield index + 1
     finally:
         closed.set()
+        answers.close()  # an error that is kept keeps this frame, and with it the call
 
 
 def _expected(groups: tuple[GroupSpec, ...], index: int, response: pb.ProvisionResponse) -> GroupSpec:

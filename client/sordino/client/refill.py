@@ -106,8 +106,9 @@ class PoolKeeper:
             self._fill()
 
     def close(self) -> None:
-        """Stops a background batch (its masks are dropped) and closes the pool."""
+        """Closes the connection, so that nobody waits for the server, drops a background batch and closes the pool."""
         self._cancelled.set()
+        self._connection.close()
         if self._background is not None:
             self._background.join()
         self.pool.close()
@@ -151,7 +152,8 @@ class PoolKeeper:
             self.destroy()
         except SordinoError as error:
             # Not fatal: the pool still has masks, and a dry pool provisions in the foreground with the same error.
-            log.warning("background provisioning stopped: %s", error)
+            if not self._cancelled.is_set():
+                log.warning("background provisioning stopped: %s", error)
             self._not_before = time.monotonic() + _PAUSE_S
         finally:
             self._filling.release()

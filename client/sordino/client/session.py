@@ -11,15 +11,16 @@ from platformdirs import user_data_path
 
 from sordino.client.bundle import BundleProgress, fetch_bundle
 from sordino.client.model import attach, build_model, load_tokenizer
-from sordino.client.pool import MaskPool
+from sordino.client.pool import CHUNK, MaskPool
 from sordino.client.protocols import ClearProtocol, LinearProtocol, MaskedProtocol
 from sordino.client.provision import Progress, ProvisionPlan, plan_batch
 from sordino.client.refill import Notify, PoolKeeper
 from sordino.client.timings import Timings
 from sordino.client.transport import Connection, Traffic
 from sordino.proto.v1 import sordino_pb2 as pb
-from sordino.shared.errors import FingerprintError, ProtocolError
+from sordino.shared.errors import FingerprintError, PoolError, ProtocolError
 from sordino.shared.manifest import ModelManifest
+from sordino.shared.rlwe import PARAMS
 
 if TYPE_CHECKING:
     import torch
@@ -60,10 +61,11 @@ class Session:
             self._keeper.fill_now()
 
     def close(self) -> None:
-        self.protocol.close()
+        """Ends everything under way, in whichever thread it is: nobody is waited for who waits for the server."""
         if self._keeper:
             self._keeper.close()
         self._connection.close()
+        self.protocol.close()
 
     def __enter__(self) -> Session:
         return self
@@ -115,14 +117,14 @@ def connect(
         fingerprint: refuse a server that holds any other split.
         protocol: ``masked``, or ``clear`` (nothing is hidden; only for servers started for tests).
         pool: folder of the mask pool; None keeps one per model in the user's data folder. passphrase: seals it.
-        batch: mask slots made at a time, a multiple of 64. low_water: refill in the background below this many (an
-            eighth of a batch by default; 0 waits until none is left).
+        batch: mask slots made at a time, a multiple of 64, at most 2048. low_water: refill in the background below
+            this many (an eighth of a batch by default; 0 waits until none is left).
         refill: False raises PoolExhaustedError when the masks run out. provision: fill an empty pool at once, rather
             than at the first use.
         check_vectors: wrong answers pass with probability 2^-32 for each; 0 turns the check off.
         cache: where client bundles are kept. state_dir: where the ledger of used masks lives on this host.
         device: for the local part of the model. timeout_s: longest wait for one answer. retry_s: how long a server
-            may be away before the answer is given up.
+            may be away, without any progress, before the answer is given up.
         on_bundle, on_plan, on_provision, on_notice: progress callbacks.
 
     Returns:
@@ -132,8 +134,9 @@ def connect(
         TransportError, AuthError: the server cannot be reached or refuses the token.
         BundleError: the bundle is damaged or asks for something a client does not accept.
         FingerprintError: the server, or the pool, belongs to another split.
-        PoolError: the mask pool cannot be used.
+        PoolError: the mask pool cannot be used, or ``batch`` cannot be made.
     """
+    check_batch(batch)
     connection = Connection(target, token=token, ca=Path(ca) if ca else None, timeout_s=timeout_s, retry_s=retry_s)
     try:
         manifest = connection.manifest
@@ -217,6 +220,16 @@ def _keeper(
         opened.close()
         raise
     return keeper
+
+
+def check_batch(slots: int) -> None:
+    """Refuses a size of batch that cannot be made, before anything is sent or printed.
+
+    Raises:
+        PoolError: it is not a multiple of 64 up to 2048.
+    """
+    if slots % CHUNK or not 0 < slots <= PARAMS.n:
+        raise PoolError(f"a batch has a multiple of {CHUNK} slots, from {CHUNK} to {PARAMS.n}; not {slots}")
 
 
 def describe_plan(plan: ProvisionPlan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from sordino.client.session import Connected
 
 console = Console(stderr=True)
+_screen = threading.Lock()  # of the one live display that a terminal has
 
 
 @contextmanager
@@ -46,7 +49,10 @@ def connected(
     from sordino.client.session import connect
 
     try:
-        token = token_file.read_text().strip() if token_file else os.environ.get("SORDINO_TOKEN")
+        token = os.environ.get("SORDINO_TOKEN") or None
+        if token_file:
+            # Bytes that are no text become characters that no token has.
+            token = token_file.read_text("utf-8", "replace").strip()
     except OSError as error:
         raise AuthError(f"the token file cannot be read: {error.strerror}") from error
     passphrase = None
@@ -54,20 +60,8 @@ def connected(
         passphrase = os.environ.get("SORDINO_PASSPHRASE") or typer.prompt(
             "Passphrase of the pool", hide_input=True, err=True
         )
-    bars = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
-    downloads = Progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=console, transient=True
-    )
-    with _on_demand(bars, "provisioning groups") as on_provision:
-        with _on_demand(downloads, "client bundle") as on_bundle:
+    with progress_bar("provisioning groups") as on_provision:
+        with progress_bar("client bundle", DownloadColumn()) as on_bundle:
             link = connect(
                 server,
                 token=token,
@@ -87,25 +81,44 @@ def connected(
 
 
 @contextmanager
-def _on_demand(bars: Progress, title: str) -> Iterator[Any]:
-    """A progress callback whose bar appears at the first call and goes when the work is done."""
-    task = None
+def progress_bar(title: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
+    """A progress callback, for any thread, whose bar appears at the first call and goes when the work is done.
+
+    Where another bar is on the screen, this one stays away.
+    """
+    columns = columns or (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    lock = threading.Lock()
+    bars: Progress | None = None
 
     def update(done: int, total: int) -> None:
-        nonlocal task
-        if task is None or bars.finished:
-            bars.start()
-            if task is not None:
-                bars.remove_task(task)
-            task = bars.add_task(title, total=total)
-        bars.update(task, completed=done, total=total)
-        if done >= total:
-            bars.stop()
+        nonlocal bars
+        with lock:
+            if bars is None:
+                if done >= total or not _screen.acquire(blocking=False):
+                    return
+                bars = Progress(
+                    TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True
+                )
+                bars.add_task(title)
+                bars.start()
+            bars.update(bars.task_ids[0], completed=done, total=total)
+            if done >= total:
+                stop()
+
+    def stop() -> None:
+        nonlocal bars
+        if bars is not None:
+            try:
+                bars.stop()
+            finally:
+                bars = None
+                _screen.release()
 
     try:
         yield update
     finally:
-        bars.stop()
+        with lock:
+            stop()
 
 
 def encode_prompt(link: Connected, text: str, *, raw: bool = False, system: str | None = None) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import queue
+import re
+import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
@@ -22,6 +24,7 @@ from sordino.client.timings import Timings
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.shared.errors import (
+    AuthError,
     HandshakeError,
     IntegrityError,
     LimitError,
@@ -36,12 +39,13 @@ log = logging.getLogger(__name__)
 
 U32 = NDArray[np.uint32]
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Call(Protocol):
+class Call(Protocol[T_co]):
     """The part of gRPC's call object that is used here."""
 
-    def __next__(self) -> pb.EvaluateResponse: ...
+    def __next__(self) -> T_co: ...
 
     def cancel(self) -> object: ...
 
@@ -61,8 +65,13 @@ class Traffic:
     retries: int = 0
 
     def count(self, phase: str, *, up: int = 0, down: int = 0) -> None:
-        self.up[phase] = self.up.get(phase, 0) + up
-        self.down[phase] = self.down.get(phase, 0) + down
+        self.up.setdefault(phase, 0)
+        self.down.setdefault(phase, 0)
+        # One thread sends and another receives: neither writes what the other counts.
+        if up:
+            self.up[phase] += up
+        if down:
+            self.down[phase] += down
 
 
 class Connection:
@@ -70,13 +79,14 @@ class Connection:
 
     Args:
         target: ``grpcs://host:port`` with TLS, ``grpc://host:port`` without (loopback only).
-        token: as the provider gave it.
+        token: as the provider gave it; None for a server that asks for none.
         ca: PEM of the authority that signed the server's certificate; None uses the system's.
         timeout_s: for each short call, and the longest wait for one answer of a stream.
-        retry_s: how long a broken stream is retried before it counts as lost.
+        retry_s: how long a broken stream is retried, without any progress, before it counts as lost.
 
     Raises:
-        TransportError: the target is malformed, or the server cannot be reached.
+        AuthError: the token cannot be one, or the server refuses it.
+        TransportError: the target is malformed, the CA file holds no certificate, or the server cannot be reached.
     """
 
     def __init__(
@@ -93,7 +103,9 @@ class Connection:
         self.retry_s = retry_s
         self.traffic = Traffic()
         self.timings = Timings()
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata = _authorization(token)
+        self._closed = threading.Event()
+        self._fetched = 0
         self._channel = _channel(target, ca)
         self._stub = pb_grpc.SordinoStub(self._channel)
         try:
@@ -112,75 +124,116 @@ class Connection:
     def fetch(self, name: str, offset: int) -> Iterator[bytes]:
         """The bytes of a file of the client bundle from ``offset`` on, in chunks."""
         position = offset
-        try:
-            for chunk in self._stub.FetchFile(pb.FetchFileRequest(name=name, offset=offset), metadata=self._metadata):
-                if chunk.offset != position:
-                    raise ProtocolError(f"the server sent {name!r} out of order")
-                position += len(chunk.data)
-                self.traffic.count("bundle", down=chunk.ByteSize())
-                yield chunk.data
-        except grpc.RpcError as error:
-            raise error_of(error) from None
+        call: Call[pb.FileChunk] = self._stub.FetchFile(
+            pb.FetchFileRequest(name=name, offset=offset), metadata=self._metadata
+        )
+        for chunk in self._answers(call, Watchdog(self.timeout_s)):
+            if chunk.offset != position:
+                raise ProtocolError(f"the server sent {name!r} out of order")
+            position += len(chunk.data)
+            self._fetched += len(chunk.data)
+            self.traffic.count("bundle", down=chunk.ByteSize())
+            yield chunk.data
 
-    def provision(self, requests: Iterator[pb.ProvisionRequest]) -> Iterator[pb.ProvisionResponse]:
+    def provision(self, requests: Iterator[pb.ProvisionRequest]) -> Generator[pb.ProvisionResponse]:
         """One provisioning stream; answers come in the order of the requests."""
+        watchdog = Watchdog(self.timeout_s)
+        asked = 0
 
         def counted() -> Iterator[pb.ProvisionRequest]:
+            nonlocal asked
             for request in requests:
                 self.traffic.count("provision", up=request.ByteSize())
+                asked += 1
+                # Encrypting the next request takes this side a while, which is no silence of the server.
+                watchdog.restart()
                 yield request
 
-        call = self._stub.Provision(counted(), metadata=self._metadata)
+        call: Call[pb.ProvisionResponse] = self._stub.Provision(counted(), metadata=self._metadata)
+        for number, response in enumerate(self._answers(call, watchdog), 1):
+            if number > asked:
+                raise ProtocolError("the server answered before it was asked")
+            self.traffic.count("provision", down=response.ByteSize())
+            yield response
+
+    def _answers(self, call: Call[T], watchdog: Watchdog) -> Iterator[T]:
+        """The messages of a stream until it ends, each waited for by ``timeout_s`` at most."""
         try:
-            for response in call:
-                self.traffic.count("provision", down=response.ByteSize())
-                yield response
+            while True:
+                with watchdog.watching(call):
+                    answer = next(call, None)
+                if answer is None:
+                    return
+                yield answer
         except grpc.RpcError as error:
             raise error_of(error) from None
         finally:
+            watchdog.close()
             call.cancel()
 
     def evaluation(self, protocol: pb.Protocol) -> EvaluationStream:
         return EvaluationStream(self, protocol)
 
-    def open_stream(self, requests: Iterator[pb.EvaluateRequest]) -> Call:
-        call: Call = self._stub.Evaluate(requests, metadata=self._metadata)
+    def open_stream(self, requests: Iterator[pb.EvaluateRequest]) -> Call[pb.EvaluateResponse]:
+        call: Call[pb.EvaluateResponse] = self._stub.Evaluate(requests, metadata=self._metadata)
         return call
 
-    def retrying(self, attempt: Callable[[], T]) -> T:
+    def retrying(self, attempt: Callable[[], T], progress: Callable[[], object] | None = None) -> T:
         """Runs ``attempt`` until it succeeds or fails for another reason than the transport.
 
-        It gives up ``retry_s`` after the first failure: how long the work took before does not count.
+        It gives up ``retry_s`` after the first failure since there was progress: neither the time that the work takes
+        counts, nor how often the stream broke on the way.
+
+        Args:
+            progress: a value that changes with whatever an attempt that fails leaves done. By default the bytes of
+                files that came: they are kept, while other answers without a value of their own begin anew.
+
+        Raises:
+            SessionLostError: the connection was closed meanwhile.
         """
-        deadline = math.inf
-        for tries in range(1 << 30):
+        done: Callable[[], object] = progress or (lambda: self._fetched)
+        before, tries, deadline = done(), 0, math.inf
+        while True:
             try:
-                try:
-                    return attempt()
-                except grpc.RpcError as error:
-                    raise error_of(error) from None
-            except HandshakeError:
+                return self._attempt(attempt)
+            except (HandshakeError, SessionLostError):
                 raise
             except TransportError:
+                if (now := done()) != before:
+                    before, tries, deadline = now, 0, math.inf
                 pause = _BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)]
                 deadline = min(deadline, time.monotonic() + self.retry_s)
                 if time.monotonic() + pause > deadline:
                     raise
-                self.traffic.retries += 1
-                time.sleep(pause)
-                self._wait_for_connection(min(1.0, max(0.0, deadline - time.monotonic())))
-        raise AssertionError("unreachable")
+            self.traffic.retries += 1
+            tries += 1
+            self._closed.wait(pause)
+            self._wait_for_connection(min(1.0, max(0.0, deadline - time.monotonic())))
+
+    def _attempt(self, attempt: Callable[[], T]) -> T:
+        """``attempt()`` with errors of this tree: gRPC's own stay here, and after :meth:`close` there is but one."""
+        try:
+            try:
+                return attempt()
+            except grpc.RpcError as error:
+                raise error_of(error) from None
+        except (TransportError, ValueError):  # the latter is gRPC's, of a call on a channel that was closed
+            if self._closed.is_set():
+                raise SessionLostError("the session is closed") from None
+            raise
 
     def _wait_for_connection(self, timeout_s: float) -> None:
         """Lets the channel work on its connection: between calls that fail at once nobody would drive it."""
         probe: Callable[..., bytes] = self._channel.unary_unary("/grpc.health.v1.Health/Check")
         try:
             probe(b"", wait_for_ready=True, timeout=timeout_s)
-        except grpc.RpcError as error:
+        except (grpc.RpcError, ValueError) as error:  # the latter of a channel that was closed
             # Connected or not, the next attempt says so by itself.
-            log.debug("probe: %s", error.code())
+            log.debug("probe: %s", error)
 
     def close(self) -> None:
+        """Ends all calls, in whichever thread they wait, and all retrying. May be called again."""
+        self._closed.set()
         self._channel.close()
 
 
@@ -198,7 +251,7 @@ class EvaluationStream:
         )
         self._lock = threading.Lock()
         self._outgoing: queue.SimpleQueue[pb.EvaluateRequest | None] = queue.SimpleQueue()
-        self._call: Call | None = None
+        self._call: Call[pb.EvaluateResponse] | None = None
         self._next_id = 1
         self._closed = False
         self._watchdog = Watchdog(connection.timeout_s)
@@ -281,13 +334,15 @@ class EvaluationStream:
                 raise
 
         try:
-            self._connection.retrying(attempt)
+            self._connection.retrying(attempt, lambda: len(answers))
+        except SessionLostError:
+            raise
         except TransportError as error:
             raise SessionLostError(f"the server was away for {self._connection.retry_s:.0f} s: {error}") from None
         traffic.rounds += 1
         return answers
 
-    def _stream(self) -> Call:
+    def _stream(self) -> Call[pb.EvaluateResponse]:
         if self._call is None:
             self._outgoing = queue.SimpleQueue()
             self._call = self._connection.open_stream(iter(self._outgoing.get, None))
@@ -295,7 +350,7 @@ class EvaluationStream:
             self._connection.traffic.count("online", up=self._open.ByteSize(), down=self._read(self._call).ByteSize())
         return self._call
 
-    def _read(self, call: Call) -> pb.EvaluateResponse:
+    def _read(self, call: Call[pb.EvaluateResponse]) -> pb.EvaluateResponse:
         try:
             with self._watchdog.watching(call):
                 return next(call)
@@ -310,16 +365,21 @@ class EvaluationStream:
 
 
 class Watchdog:
-    """Cancels a call whose next answer takes longer than ``timeout_s``; one thread, no cost on the fast path."""
+    """Cancels a call whose next answer takes longer than ``timeout_s``; one thread, no cost on the fast path.
+
+    It watches one call at a time: each stream has its own.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._call: Call | None = None
+        self._call: Call[object] | None = None
+        self._cancelled: Call[object] | None = None
         self._since = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def watching(self, call: Call) -> Watchdog:
+    def watching(self, call: Call[object]) -> Watchdog:
+        """A context in which ``call`` is waited for; when it was cancelled here, the error says so."""
         self._since = time.monotonic()
         self._call = call
         if self._thread is None:
@@ -327,11 +387,17 @@ class Watchdog:
             self._thread.start()
         return self
 
+    def restart(self) -> None:
+        """The wait begins anew, from any thread."""
+        self._since = time.monotonic()
+
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, *_: object) -> None:
-        self._call = None
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        call, self._call = self._call, None
+        if kind is not None and issubclass(kind, grpc.RpcError) and self._cancelled is call:
+            raise TransportError(f"the server sent nothing for {self._timeout_s:g} s") from None
 
     def close(self) -> None:
         self._stop.set()
@@ -340,8 +406,22 @@ class Watchdog:
         while not self._stop.wait(min(0.5, self._timeout_s / 4)):
             call, since = self._call, self._since
             if call is not None and time.monotonic() - since > self._timeout_s:
-                log.warning("no answer for %.0f s: the stream is cancelled and opened again", self._timeout_s)
+                log.warning("no answer for %g s: the stream is cancelled and opened again", self._timeout_s)
+                self._cancelled = call
                 call.cancel()
+
+
+def _authorization(token: str | None) -> tuple[tuple[str, str], ...]:
+    if token is None:
+        return ()
+    if not token:
+        raise AuthError("the token is empty: pass the one that the provider gave you")
+    if not re.fullmatch("[!-~]+", token):
+        raise AuthError(
+            "the token has a line break, a space or a character outside ASCII: pass it exactly as the provider gave "
+            "it, without the end of its line"
+        )
+    return (("authorization", f"Bearer {token}"),)
 
 
 def _channel(target: str, ca: Path | None) -> grpc.Channel:
@@ -367,8 +447,18 @@ def _channel(target: str, ca: Path | None) -> grpc.Channel:
         if not loopback:
             raise TransportError(f"grpc:// (no TLS) is for loopback only; use grpcs:// for {parts.hostname}")
         return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(_roots(ca) if ca else None), options=options)
+
+
+def _roots(ca: Path) -> bytes:
+    """The CA file; gRPC would take one without a certificate, and fail at every handshake with another text."""
     try:
-        roots = ca.read_bytes() if ca else None
+        roots = ca.read_bytes()
     except OSError as error:
         raise TransportError(f"the CA file cannot be read: {error.strerror}") from error
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(roots), options=options)
+    try:
+        # Text beside the certificates may be of any encoding.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=roots.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError):
+        raise TransportError("the CA file holds no PEM certificate: pass the ca.pem of the provider") from None
+    return roots

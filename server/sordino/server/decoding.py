@@ -47,11 +47,14 @@ class Waits:
         # Before the look at `draining`: drain() sets that first and reads this after.
         self._messages[context] = time.monotonic() + seconds
         try:
-            if self.draining:
-                raise TransportError(_DRAINING)
+            self.refuse_when_draining()
             return next(messages, None)
         finally:
             del self._messages[context]
+
+    def refuse_when_draining(self) -> None:
+        if self.draining:
+            raise TransportError(_DRAINING)
 
     def reader(self, answers: Iterator[T], context: Context, seconds: float) -> Iterator[T]:
         """``answers``, each of them given ``seconds`` to go out."""

@@ -235,6 +235,7 @@ class SordinoService(pb_grpc.SordinoServicer):
     @contextmanager
     def _admit(self, what: str, context: Context, total: int, per_identity: int) -> Iterator[None]:
         key = (what, identity_of(context))
+        self.waits.refuse_when_draining()  # rather than for want of a place that is about to be free
         with self._lock:
             if sum(count for (kind, _), count in self._open.items() if kind == what) >= total:
                 raise LimitError(f"the server has its {total} {what} streams: try again later")

@@ -77,6 +77,8 @@ def test_a_call_without_its_message_ends(served: Served, method: str, caplog: py
     begin = time.monotonic()
     for _ in range(2):  # the place of the first is free for the second
         code, details = end_of(served.call(method))
+        while "try again" in details and time.monotonic() - begin < 5:  # as soon as its thread has left
+            code, details = end_of(served.call(method))
         assert (code, "sent no message" in details) == (grpc.StatusCode.DEADLINE_EXCEEDED, True), details
     assert time.monotonic() - begin < 5
     assert not caplog.records
@@ -87,6 +89,7 @@ def test_a_provisioning_stream_that_falls_silent_ends(served: Served) -> None:
         call = served.call("Provision", masks_message(served.manifest))
         next(call)
         assert end_of(call)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+        time.sleep(0.2)  # its thread leaves the place after its client has heard
 
 
 def test_an_open_evaluation_stream_may_rest(served: Served) -> None:

@@ -1,0 +1,108 @@
+"""Progress at the terminal: one live display at a time, whoever reports from which thread; the token file."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.live import Live
+
+from sordino.client import terminal
+from sordino.client.terminal import connected, progress_bar
+from sordino.shared.errors import AuthError
+
+
+class Screen:
+    """What was printed, and how many live displays there were at most."""
+
+    def __init__(self) -> None:
+        self.file = io.StringIO()
+        self.live = self.most = 0
+
+    @property
+    def text(self) -> str:
+        return self.file.getvalue()
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
+    screen = Screen()
+    start, stop = Live.start, Live.stop
+
+    def counted_start(self: Live, refresh: bool = False) -> None:
+        if not self.is_started:
+            screen.live += 1
+            screen.most = max(screen.most, screen.live)
+        start(self, refresh)
+
+    def counted_stop(self: Live) -> None:
+        screen.live -= self.is_started
+        stop(self)
+
+    monkeypatch.setattr(Live, "start", counted_start)
+    monkeypatch.setattr(Live, "stop", counted_stop)
+    monkeypatch.setattr(terminal, "console", Console(file=screen.file, force_terminal=True, width=100))
+    yield screen
+    assert screen.live == 0, "a display was left running"
+
+
+def test_a_bar_comes_with_the_first_report_and_goes_when_the_work_is_done(screen: Screen) -> None:
+    with progress_bar("work") as report:
+        assert not screen.live
+        for _ in range(2):  # once more: the next batch
+            report(0, 2)
+            report(1, 2)
+            assert screen.live
+            report(2, 2)
+            assert not screen.live
+        report(2, 2)
+        report(1, 2)
+    assert "work" in screen.text
+    assert screen.most == 1
+
+
+def test_a_bar_stays_away_while_another_is_shown(screen: Screen) -> None:
+    with progress_bar("outer") as outer, progress_bar("inner") as inner:
+        outer(0, 3)
+        inner(0, 2)
+        inner(1, 2)
+        inner(2, 2)
+        assert "inner" not in screen.text
+        outer(3, 3)
+        inner(0, 2)
+        inner(1, 2)
+    assert "inner" in screen.text
+    assert screen.most == 1
+
+
+def test_bars_from_many_threads(screen: Screen) -> None:
+    failures: list[BaseException] = []
+    with progress_bar("one") as one, progress_bar("two") as two:
+
+        def work() -> None:
+            try:
+                for _ in range(20):
+                    for report in (one, two):
+                        for done in range(4):
+                            report(done, 3)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    assert screen.most == 1
+
+
+@pytest.mark.parametrize(("content", "text"), [(b"", "empty"), (b" \n", "empty"), (b"\xff\xfe\x00", "outside ASCII")])
+def test_a_token_file_without_a_token(tmp_path: Path, content: bytes, text: str) -> None:
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(AuthError, match=text), connected("grpc://127.0.0.1:9", ca=None, token_file=tmp_path / "token"):
+        pass
