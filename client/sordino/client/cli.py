@@ -45,7 +45,7 @@ def generate(
     pool: Pool = None,
     seal: Seal = False,
     batch: Batch = 2048,
-    protocol: Annotated[str, typer.Option(help="masked, or clear (hides nothing; for tests).")] = "masked",
+    protocol: Annotated[str, typer.Option(help="masked, auto (starts at once), rlwe, clear (for tests).")] = "masked",
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer; it also ends at the model's last position.", min=1)
     ] = 256,

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from sordino.client.blocks import Round, rounds
 from sordino.client.kernels import I32, U32, dot_mod_p, from_ring, mask, to_ring, unmask
-from sordino.client.provision import verify_expected
-from sordino.client.refill import PoolKeeper
-from sordino.client.transport import Connection
+from sordino.client.pool import CheckVector
+from sordino.client.provision import verify, verify_expected
+from sordino.client.refill import MaskSource
+from sordino.client.rlwe import SecretKey
+from sordino.client.transport import Connection, EvaluationStream
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import IntegrityError
 from sordino.shared.manifest import GroupSpec
+from sordino.shared.packing import Prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +59,8 @@ class MaskedProtocol:
 
     name = "masked"
 
-    def __init__(self, connection: Connection, keeper: PoolKeeper) -> None:
-        self._stream = connection.evaluation(pb.PROTOCOL_MASKED)
+    def __init__(self, connection: Connection, keeper: MaskSource) -> None:
+        self._stream = EvaluationStream(connection, pb.PROTOCOL_MASKED)
         self._keeper = keeper
         self._timings = connection.timings
         self._index = {group.name: i for i, group in enumerate(connection.manifest.groups)}
@@ -107,13 +112,84 @@ class MaskedProtocol:
                 self._keeper.destroy()
 
 
+class RlweProtocol:
+    """Rows go out encrypted and come back as encrypted products (§5.1): no masks, no provisioning.
+
+    Only against a semi-honest server: here x itself is encrypted, and a server that adds ct_j - Enc(guess) to an answer
+    learns from the abort, or its absence, whether it guessed. So nothing is tried again after a failed check: every
+    later call raises the same error. ``auto`` keeps to masks for this reason.
+
+    Args:
+        checks: the check vectors by group; none turns the check off.
+        choices: how to price blocks; see :func:`sordino.client.blocks.prices`.
+    """
+
+    name = "rlwe"
+
+    def __init__(self, connection: Connection, checks: Mapping[str, CheckVector], choices: Sequence[Prices]) -> None:
+        self._stream = EvaluationStream(connection, pb.PROTOCOL_RLWE)
+        self._max_message_bytes = connection.max_message_bytes
+        self._timings = connection.timings
+        self._index = {group.name: i for i, group in enumerate(connection.manifest.groups)}
+        self._checks = checks
+        self._choices = choices
+        self._key = SecretKey()
+        self._failure: IntegrityError | None = None
+
+    def apply(self, group: GroupSpec, rows: I32) -> I32:
+        if self._failure is not None:
+            raise self._failure
+        timings, now = self._timings, time.perf_counter()
+        x = np.empty(rows.shape, np.uint32)
+        to_ring(rows, x)
+        parts, first = [], 0
+        for product in self._rounds(group, rows.shape[0]):
+            some = x[first : first + product.rows]
+            first += product.rows
+            messages = product.requests(some, self._key)
+            now = timings.lap("encrypt", now)
+            try:
+                answers = self._stream.exchange(messages)
+                now = timings.lap("wait", now)
+                y = product.result(answers, self._key, product.rows)
+                now = timings.lap("decrypt", now)
+                if (check := self._checks.get(group.name)) is not None:
+                    verify(group, check, some, y)
+                    now = timings.lap("verify", now)
+            except IntegrityError as error:
+                self._failure = error
+                self._stream.close()
+                raise
+            parts.append(y)
+        y = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        out = np.empty(y.shape, np.int32)
+        from_ring(y, out)
+        return out
+
+    def cost(self, group: GroupSpec, rows: int) -> Cost:
+        products = list(self._rounds(group, rows))
+        return Cost(
+            rounds=len(products),
+            bytes_up=sum(product.bytes_up() for product in products),
+            bytes_down=sum(product.bytes_down() for product in products),
+            masks=0,
+        )
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _rounds(self, group: GroupSpec, rows: int) -> Iterator[Round]:
+        index, limit = self._index[group.name], self._max_message_bytes
+        return rounds(index, group, rows, max_message_bytes=limit, choices=self._choices)
+
+
 class ClearProtocol:
     """The same quantised model with nothing hidden: the reference for tests. The server must allow it."""
 
     name = "clear"
 
     def __init__(self, connection: Connection) -> None:
-        self._stream = connection.evaluation(pb.PROTOCOL_CLEAR)
+        self._stream = EvaluationStream(connection, pb.PROTOCOL_CLEAR)
         self._timings = connection.timings
         self._index = {group.name: i for i, group in enumerate(connection.manifest.groups)}
 

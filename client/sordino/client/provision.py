@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sordino.client.blocks import request_of, result_of
+from sordino.client.blocks import check_blocks
 from sordino.client.kernels import all_in_ring, dot_mod_p
 from sordino.client.pool import CheckVector, MaskPool
 from sordino.client.prg import random_key, uniform_mod_p
@@ -24,7 +24,6 @@ from sordino.client.transport import Connection
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import IntegrityError, PoolError, ProtocolError, TransportError
 from sordino.shared.manifest import GroupSpec, ModelManifest
-from sordino.shared.packing import Part, plan
 from sordino.shared.ring import P, combine_planes
 from sordino.shared.rlwe import PARAMS, SEED_BYTES, U32, expand_uniform, pack, packed_bytes, unpack
 from sordino.shared.transport import DEFAULT_MAX_MESSAGE_BYTES
@@ -60,13 +59,13 @@ def plan_batch(
     """
     up = sum(packed_bytes(2 * PARAMS.n * g.in_features) for g in manifest.groups)
     down = sum(2 * packed_bytes(2 * PARAMS.n * g.planes * g.out_features) for g in manifest.groups)
-    parts = [(g, _check_parts(g, checks, max_message_bytes)) for g in manifest.groups] if checks else []
+    blocks = [b for i, g in enumerate(manifest.groups) for b in check_blocks(i, g, checks, max_message_bytes)]
     return ProvisionPlan(
         slots=slots,
         groups=len(manifest.groups),
         up_bytes=up,
         down_bytes=down,
-        check_bytes=sum(p.shape.upload_bytes() + g.planes * p.shape.download_bytes() for g, ps in parts for p in ps),
+        check_bytes=sum(block.bytes_up() + block.bytes_down() for block in blocks),
         disk_bytes=4 * slots * sum(g.out_features for g in manifest.groups),
     )
 
@@ -97,36 +96,33 @@ def fetch_check_vectors(connection: Connection, count: int, progress: Progress |
         TransportError: the server went away; nothing is kept.
     """
     groups = connection.manifest.groups
-    parts = [_check_parts(group, count, connection.max_message_bytes) for group in groups]
+    blocks = [check_blocks(i, group, count, connection.max_message_bytes) for i, group in enumerate(groups)]
     keys = [SecretKey() for _ in groups]
     vs = [uniform_mod_p(random_key(), b"check vector", count * g.out_features).reshape(count, -1) for g in groups]
 
     def requests() -> Iterator[pb.ProvisionRequest]:
-        for index, group in enumerate(groups):
-            for part in parts[index]:
+        for index, v in enumerate(vs):
+            for block in blocks[index]:
                 # Entries of v that several messages need are encrypted anew for each.
-                yield request_of(index, group, part, vs[index], keys[index], transposed=True)
+                seed, c0, wanted = block.encrypt(v, keys[index])
+                yield pb.ProvisionRequest(group=index, seed=seed, c0=c0, block=wanted)
 
     vectors: dict[str, CheckVector] = {}
     with closing(connection.provision(requests())) as answers:
         for index, group in enumerate(groups):
             c = np.zeros((count, group.in_features), np.uint64)
-            for part in parts[index]:
+            for block in blocks[index]:
                 response = next(answers, None)
                 if response is None:
                     raise TransportError("the server ended the stream before all check vectors were answered")
-                c[:, part.outputs] += result_of(index, group, part, response, keys[index])[:count]
+                _expected(groups, index, response)
+                c[:, block.part.outputs] += block.decrypt(response.c0, response.c1, keys[index])[:count]
             vectors[group.name] = CheckVector(v=vs[index], c=(c % P).astype(np.uint32))
             if progress:
                 progress(index + 1, len(groups))
         if next(answers, None) is not None:
             raise ProtocolError("the server sent more answers than there were requests")
     return vectors
-
-
-def _check_parts(group: GroupSpec, count: int, max_message_bytes: int) -> tuple[Part, ...]:
-    """The product v^T W, that is W^T v: inputs are the outputs of the group."""
-    return plan(count, group.out_features, group.in_features, planes=group.planes, max_bytes=max_message_bytes)
 
 
 def verify(group: GroupSpec, check: CheckVector, rows: U32, answers: U32) -> None:

@@ -6,7 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
+from sordino.client.justintime import JustInTime
 from sordino.client.kernels import U32
 from sordino.client.pool import CheckVector, MaskPool
 from sordino.client.provision import Progress, fetch_check_vectors, fill
@@ -16,6 +18,22 @@ from sordino.shared.errors import IntegrityError, PoolError, PoolExhaustedError,
 log = logging.getLogger(__name__)
 Notify = Callable[[str], None]
 _PAUSE_S = 30.0  # after a refill that failed, before the next one in the background
+
+
+class MaskSource(Protocol):
+    """What protocol ``masked`` asks for: masks, the check vectors in force, and an end."""
+
+    def take(self, group: str, rows: int) -> tuple[U32, U32]:
+        """Masks r and W r for ``rows`` rows of a group, given to nobody else ever."""
+        ...
+
+    def check(self, group: str) -> CheckVector | None: ...
+
+    def raise_failure(self) -> None: ...
+
+    def destroy(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class PoolKeeper:
@@ -97,7 +115,7 @@ class PoolKeeper:
                 self._fill_until(group, rows)
                 continue
             if self._refill and self._low_water and self.pool.available(group) < self._low_water:
-                self._start_background()
+                self.start_background()
             return taken
 
     def fill_now(self) -> None:
@@ -130,7 +148,8 @@ class PoolKeeper:
             self.destroy()
             raise
 
-    def _start_background(self) -> None:
+    def start_background(self) -> None:
+        """Provisions a batch in the background, unless one is under way or has just failed."""
         if self._background is not None and self._background.is_alive():
             return
         if time.monotonic() < self._not_before:
@@ -157,3 +176,52 @@ class PoolKeeper:
             self._not_before = time.monotonic() + _PAUSE_S
         finally:
             self._filling.release()
+
+
+class AutoKeeper:
+    """Masks without waiting: from the pool when it has them, made just in time until then (§5.2, ``auto``).
+
+    Args:
+        fill: provision a batch in the background, once the first prompt has its masks.
+    """
+
+    def __init__(self, keeper: PoolKeeper, just_in_time: JustInTime, *, fill: bool) -> None:
+        self.pool = keeper.pool
+        self._keeper = keeper
+        self._just_in_time = just_in_time
+        self._fill = fill
+        self._taken: set[str] = set()
+
+    def take(self, group: str, rows: int) -> tuple[U32, U32]:
+        if self.pool.available(group) >= rows:
+            return self._keeper.take(group, rows)
+        self._keeper.raise_failure()
+        if self._fill and group in self._taken:
+            self._keeper.start_background()
+        self._taken.add(group)
+        try:
+            return self._just_in_time.take(group, rows)
+        except IntegrityError:
+            self.destroy()
+            raise
+
+    def check(self, group: str) -> CheckVector | None:
+        return self._keeper.check(group)
+
+    def raise_failure(self) -> None:
+        self._keeper.raise_failure()
+        self._just_in_time.raise_failure()
+
+    def fill_now(self) -> None:
+        self._keeper.fill_now()
+
+    def destroy(self) -> None:
+        self._just_in_time.close()
+        self._keeper.destroy()
+
+    def close(self) -> None:
+        self._just_in_time.close()
+        self._keeper.close()
+
+
+Keeper = PoolKeeper | AutoKeeper

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from platformdirs import user_data_path
 
+from sordino.client.blocks import prices
 from sordino.client.bundle import BundleProgress, fetch_bundle
+from sordino.client.justintime import JustInTime
 from sordino.client.model import attach, build_model, load_tokenizer
 from sordino.client.pool import CHUNK, MaskPool
-from sordino.client.protocols import ClearProtocol, LinearProtocol, MaskedProtocol
-from sordino.client.provision import Progress, ProvisionPlan, plan_batch
-from sordino.client.refill import Notify, PoolKeeper
+from sordino.client.protocols import ClearProtocol, LinearProtocol, MaskedProtocol, RlweProtocol
+from sordino.client.provision import Progress, ProvisionPlan, fetch_check_vectors, plan_batch
+from sordino.client.refill import AutoKeeper, Keeper, Notify, PoolKeeper
 from sordino.client.timings import Timings
 from sordino.client.transport import Connection, Traffic
 from sordino.proto.v1 import sordino_pb2 as pb
-from sordino.shared.errors import FingerprintError, PoolError, ProtocolError
+from sordino.shared.errors import FingerprintError, PoolError, ProtocolError, RangeError
 from sordino.shared.manifest import ModelManifest
 from sordino.shared.rlwe import PARAMS
 
@@ -27,13 +30,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+ProtocolName = Literal["masked", "auto", "rlwe", "clear"]
+_ON_THE_WIRE: Final = {
+    "masked": {pb.PROTOCOL_MASKED},
+    "auto": {pb.PROTOCOL_MASKED, pb.PROTOCOL_RLWE},
+    "rlwe": {pb.PROTOCOL_RLWE},
+    "clear": {pb.PROTOCOL_CLEAR},
+}
 DEFAULT_BATCH = 2048
 
 
 class Session:
     """What lies behind a connected model: traffic, masks, and the way to close it. A context manager."""
 
-    def __init__(self, connection: Connection, protocol: LinearProtocol, keeper: PoolKeeper | None) -> None:
+    def __init__(
+        self, connection: Connection, protocol: LinearProtocol, keeper: PoolKeeper | AutoKeeper | None
+    ) -> None:
         self._connection = connection
         self._keeper = keeper
         self.protocol = protocol
@@ -90,7 +102,8 @@ def connect(
     token: str | None = None,
     ca: str | Path | None = None,
     fingerprint: str | None = None,
-    protocol: Literal["masked", "clear"] = "masked",
+    protocol: ProtocolName = "masked",
+    bandwidth_mbit: float = 1000,
     pool: str | Path | None = None,
     passphrase: str | None = None,
     batch: int = DEFAULT_BATCH,
@@ -115,7 +128,10 @@ def connect(
         target: ``grpcs://host:port``, or ``grpc://localhost:port`` for a server without TLS on this machine.
         token: as the provider gave it. ca: PEM of the authority behind the server's certificate.
         fingerprint: refuse a server that holds any other split.
-        protocol: ``masked``, or ``clear`` (nothing is hidden; only for servers started for tests).
+        protocol: ``masked`` waits for a pool of masks; ``auto`` begins at once with masks made just in time and goes
+            over to the pool when that is filled; ``rlwe`` encrypts every row and needs no masks, but assumes that the
+            server does not send wrong answers on purpose; ``clear`` hides nothing (only for servers started for tests).
+        bandwidth_mbit: of the network, in Mbit/s: what just-in-time masks and ``rlwe`` are planned for.
         pool: folder of the mask pool; None keeps one per model in the user's data folder. passphrase: seals it.
         batch: mask slots made at a time, a multiple of 64, at most 2048. low_water: refill in the background below
             this many (an eighth of a batch by default; 0 waits until none is left).
@@ -144,21 +160,28 @@ def connect(
             raise FingerprintError(
                 "the server holds another split than the fingerprint given: ask the provider which it is"
             )
-        wanted = pb.PROTOCOL_CLEAR if protocol == "clear" else pb.PROTOCOL_MASKED
-        if protocol not in ("masked", "clear"):
-            raise ProtocolError(f"protocol {protocol!r} does not exist: use 'masked' or 'clear'")
-        if wanted not in connection.protocols:
+        if protocol not in _ON_THE_WIRE:
+            raise ProtocolError(f"protocol {protocol!r} does not exist: use one of {', '.join(_ON_THE_WIRE)}")
+        if not _ON_THE_WIRE[protocol] <= set(connection.protocols):
             raise ProtocolError(f"the server does not offer protocol {protocol!r}")
+        if not 0 < bandwidth_mbit < math.inf:
+            raise RangeError(f"bandwidth_mbit is a positive number, not {bandwidth_mbit}")
+        choices = prices(bandwidth_mbit * 125_000)
         folder = fetch_bundle(connection, cache=Path(cache) if cache else None, progress=on_bundle)
         # Before any mask is made: what is wrong with a bundle, its sizes above all, shows here.
         model = build_model(
             folder, manifest, connection.timings, device=device, attn_implementation=attn_implementation
         )
         tokenizer = load_tokenizer(folder, model)
-        keeper: PoolKeeper | None = None
+        keeper: Keeper | None = None
         linear: LinearProtocol
-        if protocol == "masked":
-            keeper = _keeper(
+        if protocol == "clear":
+            linear = ClearProtocol(connection)
+        elif protocol == "rlwe":
+            checks = connection.retrying(lambda: fetch_check_vectors(connection, check_vectors, on_provision))
+            linear = RlweProtocol(connection, checks, choices)
+        else:
+            pooled = keeper = _keeper(
                 connection,
                 pool=Path(pool) if pool else user_data_path("sordino") / "pools" / manifest.fingerprint,
                 passphrase=passphrase,
@@ -166,15 +189,15 @@ def connect(
                 batch=batch,
                 low_water=batch // 8 if low_water is None else low_water,
                 refill=refill,
-                provision=provision,
+                provision=provision and protocol == "masked",
                 check_vectors=check_vectors,
                 on_plan=on_plan,
                 on_provision=on_provision,
                 on_notice=on_notice,
             )
+            if protocol == "auto":
+                keeper = AutoKeeper(pooled, JustInTime(connection, pooled.check, choices), fill=refill)
             linear = MaskedProtocol(connection, keeper)
-        else:
-            linear = ClearProtocol(connection)
         attach(model, linear)
     except BaseException:
         connection.close()

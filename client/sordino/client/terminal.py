@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 from rich.console import Console
@@ -27,7 +27,7 @@ from rich.progress import (
 from sordino.shared.errors import AuthError, RangeError
 
 if TYPE_CHECKING:
-    from sordino.client.session import Connected
+    from sordino.client.session import Connected, ProtocolName
 
 console = Console(stderr=True)
 _screen = threading.Lock()  # of the one live display that a terminal has
@@ -69,7 +69,7 @@ def connected(
                 pool=pool,
                 passphrase=passphrase,
                 batch=batch,
-                protocol=cast(Literal["masked", "clear"], protocol),
+                protocol=cast("ProtocolName", protocol),
                 on_bundle=on_bundle,
                 on_provision=on_provision,
                 on_plan=lambda text: console.print(text, highlight=False),

@@ -171,9 +171,6 @@ class Connection:
             watchdog.close()
             call.cancel()
 
-    def evaluation(self, protocol: pb.Protocol) -> EvaluationStream:
-        return EvaluationStream(self, protocol)
-
     def open_stream(self, requests: Iterator[pb.EvaluateRequest]) -> Call[pb.EvaluateResponse]:
         call: Call[pb.EvaluateResponse] = self._stub.Evaluate(requests, metadata=self._metadata)
         return call
@@ -238,14 +235,18 @@ class Connection:
 
 
 class EvaluationStream:
-    """Products over one bidirectional stream; safe for several threads, which take turns.
+    """Requests and answers over one bidirectional stream; safe for several threads, which take turns.
 
-    A broken stream is opened again and the unanswered messages are sent as they were, byte for byte: a masked row has
-    one meaning, so a second copy tells the server nothing (§4.5.1).
+    A broken stream is opened again and the unanswered messages are sent as they were, byte for byte: a masked row or a
+    ciphertext has one meaning, so a second copy tells the server nothing (§4.5.1).
+
+    Args:
+        phase: what its traffic is counted as; ``online`` counts rounds too.
     """
 
-    def __init__(self, connection: Connection, protocol: pb.Protocol) -> None:
+    def __init__(self, connection: Connection, protocol: pb.Protocol, phase: str = "online") -> None:
         self._connection = connection
+        self._phase = phase
         self._open = pb.EvaluateRequest(
             open=pb.Open(fingerprint=connection.manifest.fingerprint, protocol=protocol), id=0
         )
@@ -259,24 +260,16 @@ class EvaluationStream:
     def product(self, index: int, group: GroupSpec, rows: U32, meanwhile: Callable[[], None] | None = None) -> U32:
         """W times ``rows [R, n]``: one round trip, in several messages when the rows do not fit in one.
 
-        Args:
-            meanwhile: client work that runs while the server computes.
-
         Returns:
             ``[R, m]`` ring elements.
 
         Raises:
-            SessionLostError: the server stayed away for ``retry_s``.
             IntegrityError: the answer is of another request, or of another size than was asked for.
-            SordinoError: the server refused the request.
+            SordinoError: as :meth:`exchange`.
         """
-        with self._lock:
-            if self._closed:
-                raise SessionLostError("the session is closed")
-            messages = self._messages(index, group, rows)
-            answers = self._exchange(messages, meanwhile)
+        messages = self._messages(index, group, rows)
         parts = []
-        for message, answer in zip(messages, answers, strict=True):
+        for message, answer in zip(messages, self.exchange(messages, meanwhile), strict=True):
             if len(answer.data) != 4 * message.rows * group.out_features:
                 raise IntegrityError(
                     f"group {group.name!r}: the answer has {len(answer.data)} bytes for {message.rows} rows"
@@ -299,14 +292,35 @@ class EvaluationStream:
         for start in range(0, rows.shape[0], per_message):
             part = rows[start : start + per_message]
             data = part.astype("<u4", copy=False).tobytes()
-            messages.append(pb.EvaluateRequest(id=self._next_id, group=index, rows=part.shape[0], data=data))
-            self._next_id += 1
+            messages.append(pb.EvaluateRequest(group=index, rows=part.shape[0], data=data))
         return messages
+
+    def exchange(
+        self, messages: Sequence[pb.EvaluateRequest], meanwhile: Callable[[], None] | None = None
+    ) -> list[pb.EvaluateResponse]:
+        """One round: all ``messages`` go out, an answer to each comes back, in their order.
+
+        Args:
+            messages: without ids, which are given here.
+            meanwhile: client work that runs while the server computes.
+
+        Raises:
+            SessionLostError: the server stayed away for ``retry_s``, or the session is closed.
+            IntegrityError: the server answered out of order.
+            SordinoError: the server refused a request.
+        """
+        with self._lock:
+            if self._closed:
+                raise SessionLostError("the session is closed")
+            for message in messages:
+                message.id = self._next_id
+                self._next_id += 1
+            return self._exchange(messages, meanwhile)
 
     def _exchange(
         self, messages: Sequence[pb.EvaluateRequest], meanwhile: Callable[[], None] | None
     ) -> list[pb.EvaluateResponse]:
-        traffic, timings = self._connection.traffic, self._connection.timings
+        traffic, timings, phase = self._connection.traffic, self._connection.timings, self._phase
         answers: list[pb.EvaluateResponse] = []
         pending = deque(messages)
         working = meanwhile
@@ -316,7 +330,7 @@ class EvaluationStream:
             try:
                 call = self._stream()
                 for message in pending:
-                    traffic.count("online", up=message.ByteSize())
+                    traffic.count(phase, up=message.ByteSize())
                     self._outgoing.put(message)
                 if working is not None:
                     work, working = working, None
@@ -325,8 +339,9 @@ class EvaluationStream:
                     answer = self._read(call)
                     if answer.id != pending[0].id:
                         raise IntegrityError("the server answered out of order")
-                    traffic.count("online", down=answer.ByteSize())
-                    timings["server"] = timings.get("server", 0.0) + answer.compute_us / 1e6
+                    traffic.count(phase, down=answer.ByteSize())
+                    if phase == "online":
+                        timings["server"] = timings.get("server", 0.0) + answer.compute_us / 1e6
                     answers.append(answer)
                     pending.popleft()
             except BaseException:
@@ -339,7 +354,7 @@ class EvaluationStream:
             raise
         except TransportError as error:
             raise SessionLostError(f"the server was away for {self._connection.retry_s:.0f} s: {error}") from None
-        traffic.rounds += 1
+        traffic.rounds += phase == "online"
         return answers
 
     def _stream(self) -> Call[pb.EvaluateResponse]:
@@ -347,7 +362,9 @@ class EvaluationStream:
             self._outgoing = queue.SimpleQueue()
             self._call = self._connection.open_stream(iter(self._outgoing.get, None))
             self._outgoing.put(self._open)
-            self._connection.traffic.count("online", up=self._open.ByteSize(), down=self._read(self._call).ByteSize())
+            self._connection.traffic.count(
+                self._phase, up=self._open.ByteSize(), down=self._read(self._call).ByteSize()
+            )
         return self._call
 
     def _read(self, call: Call[pb.EvaluateResponse]) -> pb.EvaluateResponse:

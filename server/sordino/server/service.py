@@ -13,6 +13,7 @@ from importlib.metadata import version
 import grpc
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
@@ -74,7 +75,7 @@ class SordinoService(pb_grpc.SordinoServicer):
         self.waits = Waits()
         self._store = store
         self._limits = limits
-        self._protocols = [pb.PROTOCOL_MASKED, *([pb.PROTOCOL_CLEAR] if allow_clear else [])]
+        self._protocols = [pb.PROTOCOL_MASKED, pb.PROTOCOL_RLWE, *([pb.PROTOCOL_CLEAR] if allow_clear else [])]
         self._cores = torch.get_num_threads()
         self._blocks = BlockProducts(limits.max_encoded_bytes, parallel=self._cores > 1)
         self._wide = threading.Lock()
@@ -129,7 +130,8 @@ class SordinoService(pb_grpc.SordinoServicer):
                         weights = (request.group, matrix.weights.to(torch.float64))
                     response = self._masks(request, matrix, weights[1])
                 elif kind == "block":
-                    response = self._block(request, matrix)
+                    c0, c1 = self._block(request.group, request.seed, request.c0, request.block, matrix)
+                    response = pb.ProvisionResponse(group=request.group, c0=c0, c1=c1)
                 else:
                     raise ProtocolError("a provisioning request holds masks or a block, this one neither")
             yield response
@@ -141,21 +143,18 @@ class SordinoService(pb_grpc.SordinoServicer):
         with self._admit("evaluation", context, limits.max_streams, limits.max_streams_per_identity):
             torch.set_num_threads(1)  # of this thread's products
             opened = False
+            answer = self._product
             for request in request_iterator:
                 if not opened:
                     self._check_open(request)
                     opened = True
+                    if request.open.protocol == pb.PROTOCOL_RLWE:
+                        answer = self._encrypted_product
                     yield pb.EvaluateResponse(id=request.id)
                     continue
                 if request.HasField("open"):
                     raise ProtocolError("`open` belongs on the first message of a stream only")
-                matrix = self._matrix(request.group)
-                if request.rows * matrix.in_features * matrix.out_features < _NARROW_PRODUCTS:
-                    yield self._product(request, matrix)
-                else:
-                    with self._all_cores():
-                        response = self._product(request, matrix)
-                    yield response
+                yield answer(request, self._matrix(request.group))
 
     # -- one request -------------------------------------------------------------------------------------------------
 
@@ -184,23 +183,34 @@ class SordinoService(pb_grpc.SordinoServicer):
         rows = np.frombuffer(request.data, dtype="<u4").reshape(request.rows, matrix.in_features)
         if int(rows.max()) >= P:
             raise RangeError("an element is not below p")
-        start = time.perf_counter()
-        data = matrix.matmul(rows).astype("<u4", copy=False).tobytes()
-        # Never 0, which would not be sent: the size of an answer depends on its shape alone.
-        spent = max(1, int((time.perf_counter() - start) * 1e6))
-        return pb.EvaluateResponse(id=request.id, data=data, compute_us=spent)
+        if rows.size * matrix.out_features < _NARROW_PRODUCTS:
+            start = time.perf_counter()
+            product = matrix.matmul(rows)
+        else:
+            with self._all_cores():
+                start = time.perf_counter()
+                product = matrix.matmul(rows)
+        data = product.astype("<u4", copy=False).tobytes()
+        return pb.EvaluateResponse(id=request.id, data=data, compute_us=_since(start))
+
+    def _encrypted_product(self, request: pb.EvaluateRequest, matrix: RingMatrix) -> pb.EvaluateResponse:
+        with self._all_cores():
+            start = time.perf_counter()
+            c0, c1 = self._block(request.group, request.seed, request.data, request.block, matrix)
+            return pb.EvaluateResponse(id=request.id, data=c0, c1=c1, compute_us=_since(start))
 
     def _masks(self, request: pb.ProvisionRequest, matrix: RingMatrix, weights64: torch.Tensor) -> pb.ProvisionResponse:
         points = request.masks.points
         if not 1 <= points <= PARAMS.n or request.masks.block >= PARAMS.n:
             raise ProtocolError(f"a block has 1 to {PARAMS.n} points and an index below {PARAMS.n}")
         self._bound_answer(2 * packed_bytes(2 * points * matrix.weights.shape[0]))
-        c0 = _residues(request, (2, points, matrix.in_features))
+        c0 = _residues(request.seed, request.c0, (2, points, matrix.in_features))
         out0, out1 = product_of_masks(weights64, request.seed, request.masks.block, c0)
         return pb.ProvisionResponse(group=request.group, c0=pack(out0), c1=pack(out1))
 
-    def _block(self, request: pb.ProvisionRequest, matrix: RingMatrix) -> pb.ProvisionResponse:
-        block = request.block
+    def _block(
+        self, group: int, seed: bytes, packed: bytes, block: pb.BlockProduct, matrix: RingMatrix
+    ) -> tuple[bytes, bytes]:
         filled = block.rows * block.inputs * block.outputs
         if not filled or block.rows & (block.rows - 1) or filled > PARAMS.n:
             raise ProtocolError(f"a block has a power of two of rows and at most {PARAMS.n} coefficients")
@@ -218,11 +228,11 @@ class SordinoService(pb_grpc.SordinoServicer):
             block.rows, block.inputs, block.outputs, inputs.stop - inputs.start, outputs.stop - outputs.start
         )
         self._bound_answer(matrix.planes * shape.download_bytes(block.answer_bits))
-        c0 = _residues(request, (2, PARAMS.n, shape.input_blocks))
-        wanted = Wanted(request.group, block.transposed, Part(inputs, outputs, shape), block.answer_bits)
-        out0, out1 = self._blocks.product(matrix, wanted, request.seed, c0)
+        c0 = _residues(seed, packed, (2, PARAMS.n, shape.input_blocks))
+        wanted = Wanted(group, block.transposed, Part(inputs, outputs, shape), block.answer_bits)
         bits = block.answer_bits or RESIDUE_BITS
-        return pb.ProvisionResponse(group=request.group, c0=pack(out0, bits), c1=pack(out1, bits))
+        out0, out1 = self._blocks.product(matrix, wanted, seed, c0)
+        return pack(out0, bits), pack(out1, bits)
 
     def _bound_answer(self, size: int) -> None:
         if size > self._limits.max_message_bytes:
@@ -268,7 +278,12 @@ def _range(what: str, first: int, count: int, size: int) -> slice:
     return slice(first, stop)
 
 
-def _residues(request: pb.ProvisionRequest, shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
-    if len(request.seed) != SEED_BYTES:
-        raise ProtocolError(f"a seed has {SEED_BYTES} bytes, this one {len(request.seed)}")
-    return unpack(request.c0, shape)
+def _residues(seed: bytes, packed: bytes, shape: tuple[int, ...]) -> NDArray[np.uint32]:
+    if len(seed) != SEED_BYTES:
+        raise ProtocolError(f"a seed has {SEED_BYTES} bytes, this one {len(seed)}")
+    return unpack(packed, shape)
+
+
+def _since(start: float) -> int:
+    """Microseconds, never 0, which would not be sent: the size of an answer depends on its shape alone."""
+    return max(1, int((time.perf_counter() - start) * 1e6))

@@ -17,7 +17,7 @@ Polynomials are columns, as everywhere (:mod:`sordino.shared.rlwe`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
@@ -98,6 +98,16 @@ class Prices:
     byte: float = 1.0
     message: float = 65536.0
     bits: int = 0
+
+    def of(self, parts: Sequence[Part], planes: int) -> float:
+        """The price of a product in these parts, a message each."""
+        return sum(
+            self.byte * (part.shape.upload_bytes() + planes * part.shape.download_bytes(self.bits))
+            + self.encrypt * part.shape.input_blocks
+            + self.answer * planes * part.shape.output_blocks
+            + self.message
+            for part in parts
+        )
 
 
 BY_BYTES: Final = Prices()

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1esordino/proto/v1/sordino.proto\x12\x10sordino.proto.v1\"\x14\n\x12GetManifestRequest\"\x82\x01\n\x13GetManifestResponse\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x19\n\x11max_message_bytes\x18\x02 \x01(\r\x12-\n\tprotocols\x18\x03 \x03(\x0e\x32\x1a.sordino.proto.v1.Protocol\x12\x0f\n\x07version\x18\x04 \x01(\t\"0\n\x10\x46\x65tchFileRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\")\n\tFileChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xa2\x01\n\x10ProvisionRequest\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x0c\x12\n\n\x02\x63\x30\x18\x03 \x01(\x0c\x12,\n\x05masks\x18\x04 \x01(\x0b\x32\x1b.sordino.proto.v1.MaskBlockH\x00\x12/\n\x05\x62lock\x18\x05 \x01(\x0b\x32\x1e.sordino.proto.v1.BlockProductH\x00\x42\x06\n\x04kind\"*\n\tMaskBlock\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x0e\n\x06points\x18\x02 \x01(\r\"\xbc\x01\n\x0c\x42lockProduct\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0e\n\x06inputs\x18\x02 \x01(\r\x12\x0f\n\x07outputs\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_input\x18\x04 \x01(\r\x12\x13\n\x0binput_count\x18\x05 \x01(\r\x12\x14\n\x0c\x66irst_output\x18\x06 \x01(\r\x12\x14\n\x0coutput_count\x18\x07 \x01(\r\x12\x12\n\ntransposed\x18\x08 \x01(\x08\x12\x13\n\x0b\x61nswer_bits\x18\t \x01(\r\":\n\x11ProvisionResponse\x12\r\n\x05group\x18\x01 \x01(\r\x12\n\n\x02\x63\x30\x18\x02 \x01(\x0c\x12\n\n\x02\x63\x31\x18\x03 \x01(\x0c\"n\n\x0f\x45valuateRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x16.sordino.proto.v1.Open\x12\n\n\x02id\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\"I\n\x04Open\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12,\n\x08protocol\x18\x02 \x01(\x0e\x32\x1a.sordino.proto.v1.Protocol\"@\n\x10\x45valuateResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x12\n\ncompute_us\x18\x03 \x01(\x07*M\n\x08Protocol\x12\x18\n\x14PROTOCOL_UNSPECIFIED\x10\x00\x12\x13\n\x0fPROTOCOL_MASKED\x10\x01\x12\x12\n\x0ePROTOCOL_CLEAR\x10\x02\x32\xe6\x02\n\x07Sordino\x12Z\n\x0bGetManifest\x12$.sordino.proto.v1.GetManifestRequest\x1a%.sordino.proto.v1.GetManifestResponse\x12N\n\tFetchFile\x12\".sordino.proto.v1.FetchFileRequest\x1a\x1b.sordino.proto.v1.FileChunk0\x01\x12X\n\tProvision\x12\".sordino.proto.v1.ProvisionRequest\x1a#.sordino.proto.v1.ProvisionResponse(\x01\x30\x01\x12U\n\x08\x45valuate\x12!.sordino.proto.v1.EvaluateRequest\x1a\".sordino.proto.v1.EvaluateResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1esordino/proto/v1/sordino.proto\x12\x10sordino.proto.v1\"\x14\n\x12GetManifestRequest\"\x82\x01\n\x13GetManifestResponse\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x19\n\x11max_message_bytes\x18\x02 \x01(\r\x12-\n\tprotocols\x18\x03 \x03(\x0e\x32\x1a.sordino.proto.v1.Protocol\x12\x0f\n\x07version\x18\x04 \x01(\t\"0\n\x10\x46\x65tchFileRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\")\n\tFileChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xa2\x01\n\x10ProvisionRequest\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x0c\x12\n\n\x02\x63\x30\x18\x03 \x01(\x0c\x12,\n\x05masks\x18\x04 \x01(\x0b\x32\x1b.sordino.proto.v1.MaskBlockH\x00\x12/\n\x05\x62lock\x18\x05 \x01(\x0b\x32\x1e.sordino.proto.v1.BlockProductH\x00\x42\x06\n\x04kind\"*\n\tMaskBlock\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x0e\n\x06points\x18\x02 \x01(\r\"\xbc\x01\n\x0c\x42lockProduct\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0e\n\x06inputs\x18\x02 \x01(\r\x12\x0f\n\x07outputs\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_input\x18\x04 \x01(\r\x12\x13\n\x0binput_count\x18\x05 \x01(\r\x12\x14\n\x0c\x66irst_output\x18\x06 \x01(\r\x12\x14\n\x0coutput_count\x18\x07 \x01(\r\x12\x12\n\ntransposed\x18\x08 \x01(\x08\x12\x13\n\x0b\x61nswer_bits\x18\t \x01(\r\":\n\x11ProvisionResponse\x12\r\n\x05group\x18\x01 \x01(\r\x12\n\n\x02\x63\x30\x18\x02 \x01(\x0c\x12\n\n\x02\x63\x31\x18\x03 \x01(\x0c\"\xab\x01\n\x0f\x45valuateRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x16.sordino.proto.v1.Open\x12\n\n\x02id\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12-\n\x05\x62lock\x18\x06 \x01(\x0b\x32\x1e.sordino.proto.v1.BlockProduct\x12\x0c\n\x04seed\x18\x07 \x01(\x0c\"I\n\x04Open\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12,\n\x08protocol\x18\x02 \x01(\x0e\x32\x1a.sordino.proto.v1.Protocol\"L\n\x10\x45valuateResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x12\n\ncompute_us\x18\x03 \x01(\x07\x12\n\n\x02\x63\x31\x18\x04 \x01(\x0c*`\n\x08Protocol\x12\x18\n\x14PROTOCOL_UNSPECIFIED\x10\x00\x12\x13\n\x0fPROTOCOL_MASKED\x10\x01\x12\x12\n\x0ePROTOCOL_CLEAR\x10\x02\x12\x11\n\rPROTOCOL_RLWE\x10\x03\x32\xe6\x02\n\x07Sordino\x12Z\n\x0bGetManifest\x12$.sordino.proto.v1.GetManifestRequest\x1a%.sordino.proto.v1.GetManifestResponse\x12N\n\tFetchFile\x12\".sordino.proto.v1.FetchFileRequest\x1a\x1b.sordino.proto.v1.FileChunk0\x01\x12X\n\tProvision\x12\".sordino.proto.v1.ProvisionRequest\x1a#.sordino.proto.v1.ProvisionResponse(\x01\x30\x01\x12U\n\x08\x45valuate\x12!.sordino.proto.v1.EvaluateRequest\x1a\".sordino.proto.v1.EvaluateResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sordino.proto.v1.sordino_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PROTOCOL']._serialized_start=1013
-  _globals['_PROTOCOL']._serialized_end=1090
+  _globals['_PROTOCOL']._serialized_start=1087
+  _globals['_PROTOCOL']._serialized_end=1183
   _globals['_GETMANIFESTREQUEST']._serialized_start=52
   _globals['_GETMANIFESTREQUEST']._serialized_end=72
   _globals['_GETMANIFESTRESPONSE']._serialized_start=75
@@ -49,12 +49,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BLOCKPRODUCT']._serialized_end=698
   _globals['_PROVISIONRESPONSE']._serialized_start=700
   _globals['_PROVISIONRESPONSE']._serialized_end=758
-  _globals['_EVALUATEREQUEST']._serialized_start=760
-  _globals['_EVALUATEREQUEST']._serialized_end=870
-  _globals['_OPEN']._serialized_start=872
-  _globals['_OPEN']._serialized_end=945
-  _globals['_EVALUATERESPONSE']._serialized_start=947
-  _globals['_EVALUATERESPONSE']._serialized_end=1011
-  _globals['_SORDINO']._serialized_start=1093
-  _globals['_SORDINO']._serialized_end=1451
+  _globals['_EVALUATEREQUEST']._serialized_start=761
+  _globals['_EVALUATEREQUEST']._serialized_end=932
+  _globals['_OPEN']._serialized_start=934
+  _globals['_OPEN']._serialized_end=1007
+  _globals['_EVALUATERESPONSE']._serialized_start=1009
+  _globals['_EVALUATERESPONSE']._serialized_end=1085
+  _globals['_SORDINO']._serialized_start=1186
+  _globals['_SORDINO']._serialized_end=1544
 # @@protoc_insertion_point(module_scope)

@@ -12,9 +12,11 @@ class Protocol(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PROTOCOL_UNSPECIFIED: _ClassVar[Protocol]
     PROTOCOL_MASKED: _ClassVar[Protocol]
     PROTOCOL_CLEAR: _ClassVar[Protocol]
+    PROTOCOL_RLWE: _ClassVar[Protocol]
 PROTOCOL_UNSPECIFIED: Protocol
 PROTOCOL_MASKED: Protocol
 PROTOCOL_CLEAR: Protocol
+PROTOCOL_RLWE: Protocol
 
 class GetManifestRequest(_message.Message):
     __slots__ = ()
@@ -103,18 +105,22 @@ class ProvisionResponse(_message.Message):
     def __init__(self, group: _Optional[int] = ..., c0: _Optional[bytes] = ..., c1: _Optional[bytes] = ...) -> None: ...
 
 class EvaluateRequest(_message.Message):
-    __slots__ = ("open", "id", "group", "rows", "data")
+    __slots__ = ("open", "id", "group", "rows", "data", "block", "seed")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
     open: Open
     id: int
     group: int
     rows: int
     data: bytes
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., id: _Optional[int] = ..., group: _Optional[int] = ..., rows: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    block: BlockProduct
+    seed: bytes
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., id: _Optional[int] = ..., group: _Optional[int] = ..., rows: _Optional[int] = ..., data: _Optional[bytes] = ..., block: _Optional[_Union[BlockProduct, _Mapping]] = ..., seed: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("fingerprint", "protocol")
@@ -125,11 +131,13 @@ class Open(_message.Message):
     def __init__(self, fingerprint: _Optional[str] = ..., protocol: _Optional[_Union[Protocol, str]] = ...) -> None: ...
 
 class EvaluateResponse(_message.Message):
-    __slots__ = ("id", "data", "compute_us")
+    __slots__ = ("id", "data", "compute_us", "c1")
     ID_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
+    C1_FIELD_NUMBER: _ClassVar[int]
     id: int
     data: bytes
     compute_us: int
-    def __init__(self, id: _Optional[int] = ..., data: _Optional[bytes] = ..., compute_us: _Optional[int] = ...) -> None: ...
+    c1: bytes
+    def __init__(self, id: _Optional[int] = ..., data: _Optional[bytes] = ..., compute_us: _Optional[int] = ..., c1: _Optional[bytes] = ...) -> None: ...

@@ -1,0 +1,208 @@
+"""Masks made just in time: small blocks of W r, a little ahead of need, kept in memory only (§4.2).
+
+What is encrypted is r, fresh and uniform, never anything of a prompt; so a client without masks starts at once and
+stays protected against a server that sends wrong answers on purpose, which protocol ``rlwe`` does not promise.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from sordino.client.blocks import Round, rounds
+from sordino.client.pool import CheckVector
+from sordino.client.prg import random_key, uniform_mod_p
+from sordino.client.provision import verify
+from sordino.client.rlwe import SecretKey
+from sordino.client.transport import Connection, EvaluationStream
+from sordino.proto.v1 import sordino_pb2 as pb
+from sordino.shared.errors import IntegrityError, PoolError, SessionLostError, SordinoError
+from sordino.shared.packing import Prices
+from sordino.shared.rlwe import U32
+
+log = logging.getLogger(__name__)
+
+AHEAD_ROWS: Final = 32  # made at a time while an answer is decoded row by row
+
+
+@dataclass(slots=True)
+class _Stock:
+    """Unused masks of one group, oldest first."""
+
+    blocks: deque[tuple[U32, U32]] = field(default_factory=deque)
+    rows: int = 0
+
+    def put(self, r: U32, wr: U32) -> None:
+        self.blocks.append((r, wr))
+        self.rows += r.shape[0]
+
+    def take(self, rows: int) -> tuple[U32, U32]:
+        taken: list[tuple[U32, U32]] = []
+        self.rows -= rows
+        while rows:
+            r, wr = self.blocks.popleft()
+            if r.shape[0] > rows:
+                self.blocks.appendleft((r[rows:], wr[rows:]))
+                r, wr = r[:rows], wr[:rows]
+            taken.append((r, wr))
+            rows -= r.shape[0]
+        if len(taken) == 1:
+            return taken[0]
+        return np.concatenate([r for r, _ in taken]), np.concatenate([wr for _, wr in taken])
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A block under way: its masks and the messages that ask for W r."""
+
+    index: int
+    r: U32
+    round: Round
+    messages: Sequence[pb.EvaluateRequest]
+
+
+class JustInTime:
+    """A source of masks that makes them while the answer goes on, in a thread of its own.
+
+    It follows the model: after the group that was last asked for come the ones that will be asked for next. A group
+    is given the rows of the pass it is in (a prompt), and :data:`AHEAD_ROWS` for the tokens after it.
+
+    Args:
+        check: the check vectors of a group, or None where the user turned checks off.
+        choices: how to price blocks; see :func:`sordino.client.blocks.prices`.
+    """
+
+    def __init__(
+        self, connection: Connection, check: Callable[[str], CheckVector | None], choices: Sequence[Prices]
+    ) -> None:
+        self._groups = connection.manifest.groups
+        self._index = {group.name: i for i, group in enumerate(self._groups)}
+        self._stream = EvaluationStream(connection, pb.PROTOCOL_RLWE, phase="provision")
+        self._max_message_bytes = connection.max_message_bytes
+        self._check = check
+        self._choices = choices
+        self._key = SecretKey()
+        self._stocks = [_Stock() for _ in self._groups]
+        self._changed = threading.Condition()
+        self._last, self._pass_rows = -1, AHEAD_ROWS
+        self._waiting_for: int | None = None
+        self._needed = 0
+        self._error: SordinoError | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    def take(self, group: str, rows: int) -> tuple[U32, U32]:
+        """Masks r ``[rows, n]`` and W r ``[rows, m]`` that nobody was given before; waits until they are made.
+
+        Raises:
+            IntegrityError: the server answered wrongly; nothing made with it may be used any more.
+            PoolError: this process is a fork of the one that began.
+            SordinoError: they could not be made.
+        """
+        if os.getpid() != self._pid:
+            raise PoolError("masks do not pass a fork, they would be used twice: connect again in this process")
+        index = self._index[group]
+        with self._changed:
+            if index <= self._last:
+                self._pass_rows = AHEAD_ROWS
+            self._last, self._pass_rows = index, max(self._pass_rows, rows)
+            self._waiting_for, self._needed = index, rows
+            self._start()
+            self._changed.notify_all()
+            while self._stocks[index].rows < rows:
+                self.raise_failure()
+                if self._error is not None:
+                    error, self._error = self._error, None
+                    raise error
+                if self._closed:
+                    raise SessionLostError("the session is closed")
+                self._changed.wait()
+            self._waiting_for = None
+            taken = self._stocks[index].take(rows)
+            self._changed.notify_all()
+            return taken
+
+    def raise_failure(self) -> None:
+        """Raises the IntegrityError of a block, if there was one."""
+        if isinstance(self._error, IntegrityError):
+            raise self._error
+
+    def close(self) -> None:
+        """Stops; masks that were not used are dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._stream.close()
+        if self._thread is not None:
+            self._thread.join()
+        self._stocks = [_Stock() for _ in self._groups]
+
+    # -- the thread that makes them ----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._closed or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._thread = threading.Thread(target=self._run, name="sordino-just-in-time", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            following: _Order | None = None
+            while (order := following or self._order(wait=True)) is not None:
+                following = None
+
+                def prepare() -> None:
+                    nonlocal following
+                    following = self._order(wait=False, besides=order.index)
+
+                answers = self._stream.exchange(order.messages, meanwhile=prepare)
+                wr = order.round.result(answers, self._key, order.r.shape[0])
+                group = self._groups[order.index]
+                if (check := self._check(group.name)) is not None:
+                    verify(group, check, order.r, wr)
+                with self._changed:
+                    self._stocks[order.index].put(order.r, wr)
+                    self._changed.notify_all()
+        except SordinoError as error:
+            with self._changed:
+                if not self._closed:
+                    self._error = error
+                self._changed.notify_all()
+
+    def _order(self, *, wait: bool, besides: int | None = None) -> _Order | None:
+        """The next block, encrypted; None when there is none to make (with ``wait``: when it is over)."""
+        with self._changed:
+            while (wanted := self._wanted(besides)) is None:
+                if self._closed or not wait:
+                    return None
+                self._changed.wait()
+            if self._closed:
+                return None
+        index, rows = wanted
+        group = self._groups[index]
+        made = next(rounds(index, group, rows, max_message_bytes=self._max_message_bytes, choices=self._choices))
+        r = uniform_mod_p(random_key(), b"just in time", made.rows * group.in_features).reshape(made.rows, -1)
+        return _Order(index, r, made, made.requests(r, self._key))
+
+    def _wanted(self, besides: int | None) -> tuple[int, int] | None:
+        """Which group comes next, and how many rows it lacks."""
+        if self._waiting_for is not None and self._waiting_for != besides:
+            lack = self._needed - self._stocks[self._waiting_for].rows
+            if lack > 0:
+                return self._waiting_for, max(lack, AHEAD_ROWS)
+        count = len(self._groups)
+        for step in range(1, count + 1):
+            index = (self._last + step) % count
+            target = self._pass_rows if index > self._last else AHEAD_ROWS
+            have = self._stocks[index].rows
+            if index != besides and have <= target // 2:
+                return index, target - have
+        return None
