@@ -308,12 +308,13 @@ def test_answers_that_nobody_asked_for(fake: Fake, link: Callable[..., Connectio
 
 
 def test_no_watchdog_is_left(fake: Fake, link: Callable[..., Connection]) -> None:
+    before = set(threading.enumerate())  # sessions of other tests may be open
     connection = link(timeout_s=0.2, retry_s=0)
     for work in WORK:
         with pytest.raises(TransportError):
             work(connection)
     deadline = time.monotonic() + 5
-    while any(thread.name == "sordino-watchdog" for thread in threading.enumerate()):
+    while any(thread.name == "sordino-watchdog" for thread in set(threading.enumerate()) - before):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
