@@ -30,12 +30,13 @@ class InProcessServer:
 
 
 class Pair(NamedTuple):
-    """The same split, hidden and in clear, and the folder of the original model."""
+    """The same split, hidden and in clear, the folder of the original model, and the server for more of the kind."""
 
     masked: Connected
     clear: Connected
     original: Path
     family: str
+    target: str
 
 
 def open_pair(family: str, folder: Path, **options: Any) -> Iterator[Pair]:
@@ -49,7 +50,7 @@ def open_pair(family: str, folder: Path, **options: Any) -> Iterator[Pair]:
     masked = connect(target, pool=folder / "pool", state_dir=folder / "state", batch=1024, low_water=0, **common)
     clear = connect(target, protocol="clear", **common)
     try:
-        yield Pair(masked, clear, original, family)
+        yield Pair(masked, clear, original, family, target)
     finally:
         masked.session.close()
         clear.session.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from pairs import Pair
 from transformers import AutoModelForCausalLM
 
+from sordino.client import connect
 from sordino.shared.errors import RangeError
 
 # Float32 attention over other shapes rounds otherwise in the last bits, and the activation scale turns that into
@@ -46,6 +48,18 @@ def test_masked_greedy_equals_clear(pair: Pair) -> None:
     a, b = (m.generate(**inputs, **options) for m in (pair.masked.model, pair.clear.model))
     assert a.shape[1] == inputs["input_ids"].shape[1] + 12
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("protocol", ["rlwe", "auto"])
+def test_encrypted_logits_equal_clear_bit_for_bit(pair: Pair, tmp_path: Path, protocol: Any) -> None:
+    pooled: dict[str, Any] = {"pool": tmp_path / "pool", "state_dir": tmp_path / "state", "refill": False}
+    options = pooled if protocol == "auto" else {}
+    with (link := connect(pair.target, protocol=protocol, cache=tmp_path / "cache", **options)).session:
+        inputs = tokens(pair)
+        assert torch.equal(logits(link.model, inputs), logits(pair.clear.model, inputs))
+        options = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4}
+        a, b = (m.generate(**inputs, **options) for m in (link.model, pair.clear.model))
+        assert torch.equal(a, b)
 
 
 def test_close_to_the_original(pair: Pair) -> None:

@@ -21,7 +21,7 @@ from stack import ServerProcess, answer, connect_to
 
 from sordino.client import connect
 from sordino.client.bundle import fetch_bundle
-from sordino.client.transport import Connection
+from sordino.client.transport import Connection, EvaluationStream
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.server.split import split_model
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, SordinoError, TransportError
@@ -83,7 +83,7 @@ def test_a_pool_outlives_its_process_and_the_server(
             connect_to(other, tmp_path, **kept)
         # A stream that asks for the old split is no way round it either.
         connection = Connection(other.target, token=other.token, ca=other.ca)
-        stream = connection.evaluation(pb.PROTOCOL_MASKED)
+        stream = EvaluationStream(connection, pb.PROTOCOL_MASKED)
         stream._open.open.fingerprint = mortal.manifest.fingerprint
         group = mortal.manifest.groups[0]
         with pytest.raises(FingerprintError, match="another split"):
@@ -141,7 +141,7 @@ def test_payloads_around_the_limit(narrow: ServerProcess, way: str, payload: int
         weights = file.get_tensor(group.name).double()
     row_bytes = 4 * max(group.in_features, group.out_features)
     connection = Connection(narrow.target, token=narrow.token, ca=narrow.ca)
-    stream = connection.evaluation(pb.PROTOCOL_CLEAR)
+    stream = EvaluationStream(connection, pb.PROTOCOL_CLEAR)
     for rows in [payload // row_bytes + more for more in ((-1, 0, 1) if payload < 64 * MIB else (0,))]:
         x = np.random.default_rng(rows).integers(0, 50, (rows, group.in_features), dtype=np.uint32)
         y = stream.product(index, group, x)
@@ -159,7 +159,7 @@ def test_one_row_over_the_limit_is_refused_by_name(narrow: ServerProcess) -> Non
     connection = Connection(narrow.target, token=narrow.token, ca=narrow.ca)
     connection.max_message_bytes = 4 * 64 - 1
     group = narrow.manifest.groups[0]
-    stream = connection.evaluation(pb.PROTOCOL_CLEAR)
+    stream = EvaluationStream(connection, pb.PROTOCOL_CLEAR)
     with pytest.raises((ProtocolError, LimitError), match=re.escape(group.name)):
         stream.product(0, group, np.zeros((1, group.in_features), np.uint32))
     assert "online" not in connection.traffic.up
@@ -170,7 +170,7 @@ def test_a_message_over_the_servers_limit_names_both_sizes(narrow: ServerProcess
     """Case 1.21: a client that does not cut gets the numbers, and the server serves on."""
     connection = Connection(narrow.target, token=narrow.token, ca=narrow.ca)
     connection.max_message_bytes = 8 * MIB
-    stream = connection.evaluation(pb.PROTOCOL_CLEAR)
+    stream = EvaluationStream(connection, pb.PROTOCOL_CLEAR)
     index, group = next((i, g) for i, g in enumerate(narrow.manifest.groups) if g.in_features >= g.out_features)
     rows = 2 * MIB // (4 * group.in_features)
     with pytest.raises(LimitError, match=r"\d{7}.*\d{7}"):

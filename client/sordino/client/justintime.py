@@ -2,6 +2,10 @@
 
 What is encrypted is r, fresh and uniform, never anything of a prompt; so a client without masks starts at once and
 stays protected against a server that sends wrong answers on purpose, which protocol ``rlwe`` does not promise.
+
+Each block has an RLWE key of its own. Under a key shared with a later block a server could add a ciphertext of an
+earlier, used mask, less a guess, to the later answer, and learn from the abort whether it guessed: with u, that is a
+guess of the prompt. Here nothing is decrypted under a key once a mask made with it has been used.
 """
 
 from __future__ import annotations
@@ -60,10 +64,11 @@ class _Stock:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A block under way: its masks and the messages that ask for W r."""
+    """A block under way: its masks, its key, and the messages that ask for W r."""
 
     index: int
     r: U32
+    key: SecretKey
     round: Round
     messages: Sequence[pb.EvaluateRequest]
 
@@ -88,7 +93,6 @@ class JustInTime:
         self._max_message_bytes = connection.max_message_bytes
         self._check = check
         self._choices = choices
-        self._key = SecretKey()
         self._stocks = [_Stock() for _ in self._groups]
         self._changed = threading.Condition()
         self._last, self._pass_rows = -1, AHEAD_ROWS
@@ -164,7 +168,7 @@ class JustInTime:
                     following = self._order(wait=False, besides=order.index)
 
                 answers = self._stream.exchange(order.messages, meanwhile=prepare)
-                wr = order.round.result(answers, self._key, order.r.shape[0])
+                wr = order.round.result(answers, order.key, order.r.shape[0])
                 group = self._groups[order.index]
                 if (check := self._check(group.name)) is not None:
                     verify(group, check, order.r, wr)
@@ -190,7 +194,8 @@ class JustInTime:
         group = self._groups[index]
         made = next(rounds(index, group, rows, max_message_bytes=self._max_message_bytes, choices=self._choices))
         r = uniform_mod_p(random_key(), b"just in time", made.rows * group.in_features).reshape(made.rows, -1)
-        return _Order(index, r, made, made.requests(r, self._key))
+        key = SecretKey()
+        return _Order(index, r, key, made, made.requests(r, key))
 
     def _wanted(self, besides: int | None) -> tuple[int, int] | None:
         """Which group comes next, and how many rows it lacks."""

@@ -81,6 +81,9 @@ def serve(
     threads: Annotated[int, typer.Option(help="CPU threads of the kernels; 0 takes all cores.", min=0)] = 0,
     grace: Annotated[float, typer.Option(help="Seconds for running calls after SIGTERM.")] = 10.0,
     max_message_mib: Annotated[int, typer.Option(help="Largest message.")] = 8,
+    encoded_mib: Annotated[
+        int, typer.Option(help="Memory for weights in the form that encrypted products need, 8 bytes a weight.", min=0)
+    ] = 2048,
     max_streams: Annotated[int, typer.Option(help="Evaluation streams at a time.", min=1)] = 256,
     port_file: Annotated[Path | None, typer.Option(help="Write the port here when ready.")] = None,
 ) -> None:
@@ -112,7 +115,9 @@ def serve(
         device=device,
         allow_clear=allow_clear,
         grace_s=grace,
-        limits=Limits(max_message_bytes=max_message_mib << 20, max_streams=max_streams),
+        limits=Limits(
+            max_message_bytes=max_message_mib << 20, max_streams=max_streams, max_encoded_bytes=encoded_mib << 20
+        ),
     )
     ModelManifest.load(bundle)
     # Nothing is written before all that can be refused at once was looked at.

@@ -80,6 +80,10 @@ class RlweParams:
     def q(self) -> int:
         return self.primes[0] * self.primes[1]
 
+    def budget(self, bits: int = 0) -> float:
+        """Largest noise that still decodes, modulo q or 2^bits: modulus / (2p), less one for the decoder's rounding."""
+        return (2.0**bits if bits else self.q) / (2 * P) - 1
+
     def max_norm(self, bits: int = 0) -> float:
         """Largest Euclidean norm of the weights in a product for which a coefficient decodes but with 2^FAILURE_LOG2.
 
@@ -94,7 +98,7 @@ class RlweParams:
             bits: 0 for answers modulo q.
         """
         scale, rounding = (2.0**bits / self.q, (1 + MAX_KEY_WEIGHT) / 12) if bits else (1.0, 0.0)
-        budget = scale * self.q / (2 * P) - 1  # less one for the roundings of the decoder
+        budget = self.budget(bits)
         allowed = budget * abs(budget) / (2 * math.log(2) * (1 - FAILURE_LOG2)) - rounding
         return math.sqrt(max(0.0, allowed) / (self.eta / 2 + 0.25)) / scale
 

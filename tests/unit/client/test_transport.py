@@ -16,7 +16,7 @@ import pytest
 
 from sordino.client.bundle import fetch_bundle
 from sordino.client.provision import fetch_check_vectors
-from sordino.client.transport import Connection
+from sordino.client.transport import Connection, EvaluationStream
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server.tls import make_certificates
@@ -172,7 +172,7 @@ def test_an_answer_that_moves_on_between_breaks_is_not_given_up(fake: Fake, link
     fake.evaluate = evaluate
     connection = link(retry_s=0.5)
     connection.max_message_bytes = 4 * max(group.in_features, group.out_features)
-    stream = connection.evaluation(pb.PROTOCOL_MASKED)
+    stream = EvaluationStream(connection, pb.PROTOCOL_MASKED)
     with Clock() as clock:
         assert stream.product(0, group, np.zeros((9, group.in_features), np.uint32)).shape == (9, group.out_features)
     assert clock.took > 3 * connection.retry_s
@@ -190,7 +190,7 @@ def test_opening_a_stream_is_no_progress(fake: Fake, link: Callable[..., Connect
     fake.evaluate = evaluate
     connection = link(retry_s=0.5)
     group = connection.manifest.groups[0]
-    stream = connection.evaluation(pb.PROTOCOL_MASKED)
+    stream = EvaluationStream(connection, pb.PROTOCOL_MASKED)
     with Clock() as clock, pytest.raises(SessionLostError, match="away"):
         stream.product(0, group, np.zeros((1, group.in_features), np.uint32))
     assert clock.took < 3
@@ -227,7 +227,7 @@ def _provision(connection: Connection) -> object:
 
 def _evaluate(connection: Connection) -> object:
     group = connection.manifest.groups[0]
-    with closing(connection.evaluation(pb.PROTOCOL_MASKED)) as stream:
+    with closing(EvaluationStream(connection, pb.PROTOCOL_MASKED)) as stream:
         return stream.product(0, group, np.zeros((1, group.in_features), np.uint32))
 
 
