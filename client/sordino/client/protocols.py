@@ -133,7 +133,7 @@ class RlweProtocol:
         self._index = {group.name: i for i, group in enumerate(connection.manifest.groups)}
         self._checks = checks
         self._choices = choices
-        self._key = SecretKey()
+        self._key = SecretKey(parallel=True)
         self._failure: IntegrityError | None = None
 
     def apply(self, group: GroupSpec, rows: I32) -> I32:

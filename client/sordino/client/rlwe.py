@@ -129,10 +129,11 @@ def _ternary(count: int) -> NDArray[np.int64]:
 class SecretKey:
     """A ternary RLWE secret, fresh from the system's CSPRNG. Never serialised; its repr shows nothing."""
 
-    __slots__ = ("_params", "_s")
+    __slots__ = ("_parallel", "_params", "_s")
 
-    def __init__(self, params: RlweParams = PARAMS) -> None:
+    def __init__(self, params: RlweParams = PARAMS, *, parallel: bool = False) -> None:
         self._params = params
+        self._parallel = parallel
         ternary = _ternary(params.n)
         while int((ternary != 0).sum()) > MAX_KEY_WEIGHT:
             ternary = _ternary(params.n)
@@ -156,7 +157,7 @@ class SecretKey:
         noise = np.frombuffer(_random_bytes(8 * m.size), np.uint64).reshape(m.shape)
         c0 = np.empty((2, *m.shape), np.uint32)
         _encode(np.ascontiguousarray(m), noise, c0)
-        ntt(c0, self._params)
+        ntt(c0, self._params, parallel=self._parallel)
         for i, q in enumerate(self._params.primes):
             _mask(c0[i], c1[i], self._s[i], q, -1)
         return c0
@@ -169,7 +170,7 @@ class SecretKey:
         """
         for i, q in enumerate(self._params.primes):
             _mask(c0[i], c1[i], self._s[i], q, 1)
-        intt(c0, self._params)
+        intt(c0, self._params, parallel=self._parallel)
         out = np.empty(c0.shape[1:], np.uint32)
         _decode(c0[0], c0[1], out)
         return out
@@ -186,10 +187,10 @@ class SecretKey:
         """
         product = np.empty((2, *c1.shape), np.uint32)
         _residues(c1, product)
-        ntt(product, self._params)
+        ntt(product, self._params, parallel=self._parallel)
         for i, q in enumerate(self._params.primes):
             _times(product[i], self._s[i], q)
-        intt(product, self._params)
+        intt(product, self._params, parallel=self._parallel)
         out = np.empty(c0.shape, np.uint32)
         _decode_switched(product[0], product[1], c0, positions, bits, out)
         return out

@@ -80,8 +80,7 @@ class BlockProducts:
         shape = wanted.part.shape
         parts = []
         for weights in self._encoded(matrix, wanted):
-            some = replace(shape, out_features=weights.shape[3] * shape.outputs)
-            parts.append(multiply(weights, both, some, parallel=self._parallel))
+            parts.append(multiply(weights, both, shape, parallel=self._parallel))
         out = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=3)
         if not wanted.bits:
             return out[0], out[1]
