@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from sordino.shared.rlwe import PARAMS, RESIDUE_BITS, U32, RlweParams, each_prime, ntt
 
 I8 = NDArray[np.int8]
-# Measured, all layers of SmolLM2-135M on one core, a row, with all turning: along points 114 ms for 1 row to a block, 66
-# for 32; along outputs 200 and 42.
+# Measured, all layers of SmolLM2-135M on one core, a row, with all turning: along points 114 ms for 1 row to a block,
+# 66 for 32; along outputs 200 and 42.
 _MANY_POINTS: Final = 512
 # Products of two residues below 2^54 that are added to a reduced sum before it is reduced again: 2^63 at most.
 _SUMMANDS: Final = 512
