@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 import psutil
@@ -28,7 +28,7 @@ from rich.table import Table
 
 from sordino.client.local_server import server_process
 from sordino.client.provision import plan_batch
-from sordino.client.session import Connected, check_batch
+from sordino.client.session import Connected, ProtocolName, check_batch
 from sordino.client.terminal import connected, encode_prompt, progress_bar, timed_streamer
 from sordino.shared.errors import RangeError, SordinoError, UnsupportedModelError
 from sordino.shared.manifest import ModelManifest
@@ -135,9 +135,10 @@ def run_decode(
     if tokens < 2 or repeats < 1:
         raise RangeError(f"the benchmark needs 2 tokens and 1 repeat at least, not {tokens} and {repeats}")
     check_batch(batch)
-    unknown = set(protocols) - {"masked", "clear"}
+    unknown = set(protocols) - set(get_args(ProtocolName))
     if unknown or not protocols:
-        raise SordinoError(f"--protocols takes masked and clear, not {', '.join(sorted(unknown)) or 'nothing'}")
+        names = ", ".join(get_args(ProtocolName))
+        raise SordinoError(f"--protocols takes {names}, not {', '.join(sorted(unknown)) or 'nothing'}")
     if reference not in ("transformers", "none"):
         raise SordinoError(f"--reference is transformers or none, not {reference!r}")
     if json_path and not json_path.absolute().parent.is_dir():
@@ -159,7 +160,8 @@ def run_decode(
                     ca=ca,
                     token_file=token,
                     protocol=name,
-                    pool=work / "pool",
+                    pool=work / f"pool-{name}",
+                    refill=name != "auto",  # a batch beside it would be measured with everybody's answers
                     batch=batch,
                     cache=work / "cache",
                     state_dir=work / "ledger",
@@ -167,6 +169,8 @@ def run_decode(
                 )
             )
             links[name] = link
+            if name == "auto":
+                result["cold_start"] = _cold_start(link, tokens, time.perf_counter() - before[2])
             if name == "masked":
                 result["provisioning"] = _provisioning(
                     link, batch, before, (cpu_seconds(server), cpu_seconds(me), time.perf_counter())
@@ -200,6 +204,25 @@ def run_decode(
         json_path.write_text(json.dumps(result, indent=1) + "\n")
     _show(result, console)
     return result
+
+
+def _cold_start(link: Connected, tokens: int, connecting: float) -> dict[str, Any]:
+    """A first answer without any mask. Its server has not yet encoded weights for this shape of block either."""
+    prompt = encode_prompt(link, PROMPT)
+    first = Contestant(link.model, prompt, tokens, link.tokenizer, link)
+    first.answer(dict, count=True)
+    traffic = link.session.traffic
+    up, down = traffic.up, traffic.down
+    return {
+        "prompt_tokens": prompt["input_ids"].shape[1],
+        "connect_seconds": round(connecting, 2),
+        "ttft_seconds": round(first.ttft[0] / 1e3, 2),
+        "answer_seconds": round((first.ttft[0] + sum(first.tpot)) / 1e3, 2),
+        "tpot_ms_p50": round(statistics.median(first.tpot), 2),
+        "bytes_up": up["provision"] + up["online"],
+        "bytes_down": down["provision"] + down["online"],
+        "note": "connecting includes the bundle, where it was not cached, and the check vectors",
+    }
 
 
 def _sustained(
@@ -383,5 +406,7 @@ def _show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     if "provisioning" in result:
         console.print(f"provisioning: {result['provisioning']}", highlight=False)
+    if "cold_start" in result:
+        console.print(f"cold start (auto): {result['cold_start']}", highlight=False)
     for name, figures in result["protocols"].items():
         console.print(f"where a token's time goes ({name}, ms): {figures['time_of_a_token_ms']}", highlight=False)

@@ -105,7 +105,7 @@ def provision(
 def bench_decode(
     bundle: Annotated[Path, typer.Option(help="Folder made by `sordino split`.")] = Path(".demo/bundle"),
     model: Annotated[Path | None, typer.Option(help="The original model, for the reference.")] = None,
-    protocols: Annotated[str, typer.Option(help="Comma-separated: masked, clear.")] = "masked,clear",
+    protocols: Annotated[str, typer.Option(help="Comma-separated: masked, auto, rlwe, clear.")] = "masked,clear",
     reference: Annotated[str, typer.Option(help="transformers, or none.")] = "transformers",
     tokens: Annotated[int, typer.Option(help="Tokens per answer.", min=2)] = 64,
     repeats: Annotated[int, typer.Option(help="Answers per protocol, interleaved.", min=1)] = 3,
