@@ -31,7 +31,9 @@ _ENCRYPT_S: Final = 60e-6
 _ANSWER_S: Final = 55e-6
 _SWITCH_S: Final = 110e-6
 _MESSAGE_S: Final = 200e-6
-MOST_ROWS: Final = 256  # in one block: beyond, more rows to a block save little
+# Rows to a block. More rows share more, but each of these shapes has encoded weights of its own on the server: a row of
+# decoding, a few of speculation, masks ahead of need, a long prompt.
+_STEPS: Final = (256, 32, 8, 1)
 
 
 def prices(bandwidth: float) -> tuple[Prices, Prices]:
@@ -143,9 +145,9 @@ class Round:
 def rounds(
     index: int, group: GroupSpec, rows: int, *, max_message_bytes: int, choices: Sequence[Prices]
 ) -> Iterator[Round]:
-    """The cheapest products for ``rows`` rows, at most :data:`MOST_ROWS` at a time; the last may have rows to spare."""
+    """The cheapest products for ``rows`` rows, in blocks that are half full at least."""
     while rows > 0:
-        step = min(MOST_ROWS, 1 << (rows - 1).bit_length())
+        step = next(step for step in _STEPS if 2 * rows >= step)
         found = [
             (
                 plan(

@@ -19,7 +19,7 @@ from sordino.shared.packing import Part, encode_weights, multiply, useful
 from sordino.shared.rlwe import PARAMS, U32, U64, expand_uniform, intt, switch
 
 _POLYNOMIALS: Final = 1024  # encoded at a time when they are not kept: 16 MB
-_IDLE_S: Final = 60.0  # after so long unused, encoded weights make room for others
+_IDLE_S: Final = 10.0  # after so long unused, encoded weights make room for others
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class BlockProducts:
 
     Weights are encoded when they are first asked for. What does not fit is encoded anew for each request: each token
     passes through all groups in the same order, so dropping the least recently used would drop each just before its
-    turn; only what lay idle for a minute makes room.
+    turn; only what lay idle for ten seconds makes room.
 
     Args:
         limit: bytes of encoded weights to keep.

@@ -5,8 +5,9 @@ Peikert and Regev, ePrint 2012/230) with plaintext modulus p = 2^32 - 5 and no m
 ciphertext is (c0, c1) with c0 + c1*s = round(q*m/p) + e, and the only operations are integer linear combinations.
 
 Everything is kept in NTT form, residue by residue, with *columns* as polynomials: an array ``[2, N, C]`` of ``uint32``
-holds C polynomials; axis 0 is the prime, axis 1 the evaluation point. In this form a linear combination of ciphertexts
-is one matrix product per point, so a server needs neither N nor a transform (docs/protocol.md).
+holds C polynomials; axis 0 is the prime (two, or three for pages), axis 1 the evaluation point. In this form a linear
+combination of ciphertexts is one matrix product per point, so a server needs neither N nor a transform
+(docs/protocol.md).
 
 Nothing here can hold a secret: keys, encryption and decryption are in ``sordino.client``.
 """
@@ -48,17 +49,17 @@ SWITCH_BITS: Final = 41
 
 @dataclass(frozen=True, slots=True)
 class RlweParams:
-    """Checked RLWE parameters; the only instance shipped is :data:`PARAMS`.
+    """Checked RLWE parameters; the instances shipped are :data:`PARAMS` and :data:`PAGE_PARAMS`.
 
     Attributes:
         n: ring degree, a power of two.
-        primes: two primes = 1 mod 2n; their product q stays within the 128-bit row of the HE standard.
+        primes: two or three primes = 1 mod 2n; their product q stays within the 128-bit row of the HE standard.
         eta: errors are centred binomial, the difference of two sums of ``eta`` bits: variance eta/2. 21 is the default
             of Microsoft SEAL, standard deviation 3.24 against the standard's 3.2.
     """
 
     n: int
-    primes: tuple[int, int]
+    primes: tuple[int, ...]
     eta: int
 
     def __post_init__(self) -> None:
@@ -67,8 +68,8 @@ class RlweParams:
         for q in self.primes:
             if not _is_prime(q) or q % (2 * self.n) != 1 or not 1 << 26 < q < 1 << 27:
                 raise ValueError(f"{q} is not a 27-bit prime = 1 mod {2 * self.n}")
-        if self.primes[0] == self.primes[1]:
-            raise ValueError("the two primes must differ")
+        if len(self.primes) not in (2, 3) or len(set(self.primes)) != len(self.primes):
+            raise ValueError("there are two or three primes, all different")
         if math.log2(self.q) > _MAX_LOG_Q[self.n]:
             raise ValueError(
                 f"log2 q = {math.log2(self.q):.2f} is over {_MAX_LOG_Q[self.n]}: below 128 bits of security"
@@ -78,7 +79,7 @@ class RlweParams:
 
     @property
     def q(self) -> int:
-        return self.primes[0] * self.primes[1]
+        return math.prod(self.primes)
 
     def budget(self, bits: int = 0) -> float:
         """Largest noise that still decodes, modulo q or 2^bits: modulus / (2p), less one for the decoder's rounding."""
@@ -113,6 +114,8 @@ def _is_prime(q: int) -> bool:
 
 
 PARAMS: Final = RlweParams(n=2048, primes=(134176769, 134111233), eta=21)
+# Of pages of the KV cache (sordino.shared.pages): log2 q = 81.0, where the standard allows 109.
+PAGE_PARAMS: Final = RlweParams(n=4096, primes=(134176769, 134111233, 134012929), eta=21)
 
 
 # -- transforms ------------------------------------------------------------------------------------------------------
@@ -135,14 +138,53 @@ def twiddles(params: RlweParams, index: int) -> tuple[U32, U32, U32, U32]:
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _ntt_columns(a: U32, w: U32, ws: U32, q: int) -> None:
-    """In-place forward NTT of each column of ``a [n, C]``, values < q; negacyclic, bit-reversed output.
+def forward_stages(buf: U32, w: U32, ws: U32, q: int) -> None:
+    """In-place forward NTT of 16 polynomials ``buf [n, 16]``, values < q; negacyclic, bit-reversed output.
 
     Cooley-Tukey with Shoup products (Harvey, arXiv 1205.2926). With q < 2^27 a lazy value grows by 2q a stage and ends
-    below (1 + 2*11) q < 2^32, so nothing is reduced before the last step.
+    below (1 + 2*12) q < 2^32 for n = 4096, so nothing is reduced.
     """
-    n, columns = a.shape
+    n = buf.shape[0]
     q64, mask, two_q = np.uint64(q), np.uint64(0xFFFFFFFF), np.uint32(2 * q)
+    t, m = n // 2, 1
+    while m < n:
+        for i in range(m):
+            wi, wsi = np.uint64(w[m + i]), np.uint64(ws[m + i])
+            for j in range(2 * i * t, 2 * i * t + t):
+                for c in range(16):
+                    y = np.uint64(buf[j + t, c])
+                    r = np.uint32((wi * y - ((wsi * y) >> np.uint64(32)) * q64) & mask)
+                    x = buf[j, c]
+                    buf[j, c] = np.uint32(x + r)
+                    buf[j + t, c] = np.uint32(x + two_q - r)
+        t //= 2
+        m *= 2
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def inverse_stages(buf: U32, w: U32, ws: U32, q: int) -> None:
+    """In-place inverse of :func:`forward_stages` (Gentleman-Sande), without the factor 1/n; values < 2q all the way."""
+    n = buf.shape[0]
+    q64, mask, two_q = np.uint64(q), np.uint64(0xFFFFFFFF), np.uint32(2 * q)
+    t, m = 1, n // 2
+    while m >= 1:
+        for i in range(m):
+            wi, wsi = np.uint64(w[m + i]), np.uint64(ws[m + i])
+            for j in range(2 * i * t, 2 * i * t + t):
+                for c in range(16):
+                    x, y = buf[j, c], buf[j + t, c]
+                    s = np.uint32(x + y)
+                    buf[j, c] = min(s, np.uint32(s - two_q))
+                    d = np.uint64(np.uint32(x + two_q - y))
+                    buf[j + t, c] = np.uint32((wi * d - ((wsi * d) >> np.uint64(32)) * q64) & mask)
+        t *= 2
+        m //= 2
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _ntt_columns(a: U32, w: U32, ws: U32, q: int) -> None:
+    """In-place forward NTT of each column of ``a [n, C]``, values < q; negacyclic, bit-reversed output."""
+    n, columns = a.shape
     buf = np.empty((n, 16), np.uint32)
     for start in range(0, columns, 16):
         width = min(16, columns - start)
@@ -150,19 +192,7 @@ def _ntt_columns(a: U32, w: U32, ws: U32, q: int) -> None:
         for i in range(n):
             for c in range(width):
                 buf[i, c] = a[i, start + c]
-        t, m = n // 2, 1
-        while m < n:
-            for i in range(m):
-                wi, wsi = np.uint64(w[m + i]), np.uint64(ws[m + i])
-                for j in range(2 * i * t, 2 * i * t + t):
-                    for c in range(16):
-                        y = np.uint64(buf[j + t, c])
-                        r = np.uint32((wi * y - ((wsi * y) >> np.uint64(32)) * q64) & mask)
-                        x = buf[j, c]
-                        buf[j, c] = np.uint32(x + r)
-                        buf[j + t, c] = np.uint32(x + two_q - r)
-            t //= 2
-            m *= 2
+        forward_stages(buf, w, ws, q)
         for i in range(n):
             for c in range(width):
                 a[i, start + c] = buf[i, c] % np.uint32(q)
@@ -170,10 +200,9 @@ def _ntt_columns(a: U32, w: U32, ws: U32, q: int) -> None:
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _intt_columns(a: U32, w: U32, ws: U32, n_inv: int, n_inv_shoup: int, q: int) -> None:
-    """In-place inverse of :func:`_ntt_columns` (Gentleman-Sande), values < 2q between the stages."""
+    """In-place inverse of :func:`_ntt_columns`."""
     n, columns = a.shape
-    q64, mask, two_q = np.uint64(q), np.uint64(0xFFFFFFFF), np.uint32(2 * q)
-    q32 = np.uint32(q)
+    q64, mask, q32 = np.uint64(q), np.uint64(0xFFFFFFFF), np.uint32(q)
     buf = np.empty((n, 16), np.uint32)
     for start in range(0, columns, 16):
         width = min(16, columns - start)
@@ -181,19 +210,7 @@ def _intt_columns(a: U32, w: U32, ws: U32, n_inv: int, n_inv_shoup: int, q: int)
         for i in range(n):
             for c in range(width):
                 buf[i, c] = a[i, start + c]
-        t, m = 1, n // 2
-        while m >= 1:
-            for i in range(m):
-                wi, wsi = np.uint64(w[m + i]), np.uint64(ws[m + i])
-                for j in range(2 * i * t, 2 * i * t + t):
-                    for c in range(16):
-                        x, y = buf[j, c], buf[j + t, c]
-                        s = np.uint32(x + y)
-                        buf[j, c] = min(s, np.uint32(s - two_q))
-                        d = np.uint64(np.uint32(x + two_q - y))
-                        buf[j + t, c] = np.uint32((wi * d - ((wsi * d) >> np.uint64(32)) * q64) & mask)
-            t *= 2
-            m //= 2
+        inverse_stages(buf, w, ws, q)
         for i in range(n):
             for c in range(width):
                 y = np.uint64(buf[i, c])
@@ -206,19 +223,28 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(2, thread_name_prefix="sordino-rlwe")
 
 
-def each_prime(work: Callable[[int], None], parallel: bool) -> None:
-    """``work(0)`` and ``work(1)``, at the same time when ``parallel``."""
-    if parallel:
-        other = _threads().submit(work, 1)
-        work(0)
+def each_prime(work: Callable[[int], None], parallel: bool, count: int = 2) -> None:
+    """``work(0)`` to ``work(count - 1)``, at the same time when ``parallel``."""
+    others = [_threads().submit(work, i) for i in range(1, count)] if parallel else []
+    work(0)
+    for other in others:
         other.result()
-    else:
-        work(0)
-        work(1)
+    if not parallel:
+        for i in range(1, count):
+            work(i)
+
+
+def in_halves(work: Callable[[int, int], None], count: int, parallel: bool) -> None:
+    """``work(first, stop)`` over ``range(count)``, in two halves at the same time when ``parallel``."""
+    middle = (count + 1) // 2 if parallel else count
+    other = _threads().submit(work, middle, count) if middle < count else None
+    work(0, middle)
+    if other is not None:
+        other.result()
 
 
 def ntt(a: U32, params: RlweParams = PARAMS, *, parallel: bool = False) -> None:
-    """Forward transform in place: ``[2, k, C]`` coefficients (each < its prime) to evaluation points.
+    """Forward transform in place: ``[primes, k, C]`` coefficients (each < its prime) to evaluation points.
 
     k is n, or a smaller power of two: then of polynomials in X^(n/k), at the points of n without the repetitions.
     """
@@ -227,7 +253,7 @@ def ntt(a: U32, params: RlweParams = PARAMS, *, parallel: bool = False) -> None:
         w, ws, _, _ = twiddles(params, i)
         _ntt_columns(a[i], w, ws, params.primes[i])
 
-    each_prime(work, parallel)
+    each_prime(work, parallel, len(params.primes))
 
 
 def intt(a: U32, params: RlweParams = PARAMS, *, parallel: bool = False) -> None:
@@ -239,7 +265,7 @@ def intt(a: U32, params: RlweParams = PARAMS, *, parallel: bool = False) -> None
         k_inv = pow(k, -1, q)
         _intt_columns(a[i], w, ws, k_inv, (k_inv << 32) // q, q)
 
-    each_prime(work, parallel)
+    each_prime(work, parallel, len(params.primes))
 
 
 # -- modulus switching -----------------------------------------------------------------------------------------------
@@ -284,7 +310,7 @@ def _reject(words: U32, q: int, out: U32, filled: int) -> int:
 
 
 def expand_uniform(seed: bytes, block: int, shape: tuple[int, int], params: RlweParams = PARAMS) -> U32:
-    """The public random half c1 of one block of points, ``[2, points, channels]``, uniform below each prime.
+    """The public random half c1 of one block of points, ``[primes, points, channels]``, uniform below each prime.
 
     AES-256 in counter mode (NIST SP 800-38A) under ``seed``, the initial counter carrying block and prime; words are
     masked to 27 bits and rejected when not below the prime, so the result is exactly uniform.
@@ -299,7 +325,7 @@ def expand_uniform(seed: bytes, block: int, shape: tuple[int, int], params: Rlwe
     if len(seed) != SEED_BYTES:
         raise ProtocolError(f"a seed has {SEED_BYTES} bytes, this one {len(seed)}")
     points, channels = shape
-    out = np.empty((2, points * channels), np.uint32)
+    out = np.empty((len(params.primes), points * channels), np.uint32)
     for i, q in enumerate(params.primes):
         # 8 bytes of block, 2 of prime, 6 of counter: streams of different blocks never overlap.
         counter = block.to_bytes(8, "big") + i.to_bytes(2, "big") + bytes(6)
@@ -307,10 +333,10 @@ def expand_uniform(seed: bytes, block: int, shape: tuple[int, int], params: Rlwe
         filled = 0
         while filled < out.shape[1]:
             count = out.shape[1] - filled
-            count += count // 512 + 64  # about one word in 1,260 is rejected for the smaller prime
+            count += count // 512 + 64  # at most one word in 655 is rejected
             words = np.frombuffer(stream.update(bytes(4 * count)), dtype="<u4")
             filled = _reject(words, q, out[i], filled)
-    return out.reshape(2, points, channels)
+    return out.reshape(-1, points, channels)
 
 
 # -- codec -----------------------------------------------------------------------------------------------------------
@@ -376,7 +402,7 @@ def pack(values: U32 | U64, bits: int = RESIDUE_BITS) -> bytes:
 
 
 def unpack(data: bytes, shape: tuple[int, ...], params: RlweParams = PARAMS) -> U32:
-    """Residues from :func:`pack`; ``shape[0] == 2`` indexes the primes.
+    """Residues from :func:`pack`; ``shape[0]`` indexes the primes.
 
     Raises:
         ProtocolError: the length is not that of the shape, or a residue is not below its prime.
