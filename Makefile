@@ -5,6 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+PEERS_STAMP := $(VENV)/.stamp-peers
 PROTO_VENV := .venv-protos
 PROTO_STAMP := $(PROTO_VENV)/.stamp
 PROTOS := $(sort $(wildcard proto/sordino/proto/v1/*.proto))
@@ -68,7 +69,11 @@ test-slow: $(STAMP) model  ## the tests that take minutes
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(PYTEST) -m gpu
 
-test-peers: $(STAMP)  ## the tests that compare with other frameworks, where they are installed
+$(PEERS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[peers]'
+	@touch $@
+
+test-peers: $(PEERS_STAMP)  ## the tests that compare with other frameworks, and with SEAL
 	$(PYTEST) -m peers --timeout=1800
 
 $(BUNDLE)/manifest.json: | $(STAMP) model
