@@ -46,6 +46,9 @@ def generate(
     seal: Seal = False,
     batch: Batch = 2048,
     protocol: Annotated[str, typer.Option(help="masked, auto (starts at once), rlwe, clear (for tests).")] = "masked",
+    attention: Annotated[
+        str, typer.Option(help="local, or rlwe: full pages of the KV cache go to the server, encrypted.")
+    ] = "local",
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer; it also ends at the model's last position.", min=1)
     ] = 256,
@@ -58,19 +61,19 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     options: dict[str, Any] = {"ca": ca, "token_file": token_file, "pool": pool, "seal": seal, "batch": batch}
     # No batch in the background: it would be cut short, and its traffic lost, at the end of the answer.
-    with connected(server, **options, protocol=protocol, low_water=0) as link:
+    with connected(server, **options, protocol=protocol, attention=attention, low_water=0) as link:
         inputs = encode_prompt(link, text, raw=raw, system=system)
         ids = inputs["input_ids"][0].tolist()
         settings = _settings(link, temperature, max_new_tokens, len(ids))
         console.print(_effective(link, settings), style="dim", highlight=False, markup=False)
         if show_ids:
             console.print(f"prompt ids: {ids}", style="dim", highlight=False, markup=False)
-        before = link.session.traffic.up.get("online", 0), link.session.traffic.down.get("online", 0)
+        before = _carried(link)
         streamer = timed_streamer(link.tokenizer)
         start = time.perf_counter()
         link.model.generate(**inputs, **settings, streamer=streamer)
         times = streamer.times
-        after = link.session.traffic.up["online"], link.session.traffic.down["online"]
+        after = _carried(link)
         count = len(times)
         rate = (count - 1) / (times[-1] - times[0]) if count > 1 else float("nan")
         masks = link.session.masks_left
@@ -81,6 +84,13 @@ def generate(
             + "[/]",
             highlight=False,
         )
+
+
+def _carried(link: Connected) -> tuple[int, int]:
+    """Bytes up and down so far, of products and of attention."""
+    traffic = link.session.traffic
+    up, down = (sum(way.get(phase, 0) for phase in ("online", "attention")) for way in (traffic.up, traffic.down))
+    return up, down
 
 
 def provision(

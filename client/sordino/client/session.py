@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from platformdirs import user_data_path
 
+from sordino.client.attend import EncryptedAttention
 from sordino.client.blocks import prices
 from sordino.client.bundle import BundleProgress, fetch_bundle
 from sordino.client.justintime import JustInTime
+from sordino.client.kvcache import IMPLEMENTATION, use_encrypted_cache
 from sordino.client.model import attach, build_model, load_tokenizer
 from sordino.client.pool import CHUNK, MaskPool
 from sordino.client.protocols import ClearProtocol, LinearProtocol, MaskedProtocol, RlweProtocol
@@ -37,6 +39,7 @@ _ON_THE_WIRE: Final = {
     "rlwe": {pb.PROTOCOL_RLWE},
     "clear": {pb.PROTOCOL_CLEAR},
 }
+AttentionName = Literal["local", "rlwe"]
 DEFAULT_BATCH = 2048
 
 
@@ -44,11 +47,16 @@ class Session:
     """What lies behind a connected model: traffic, masks, and the way to close it. A context manager."""
 
     def __init__(
-        self, connection: Connection, protocol: LinearProtocol, keeper: PoolKeeper | AutoKeeper | None
+        self,
+        connection: Connection,
+        protocol: LinearProtocol,
+        keeper: PoolKeeper | AutoKeeper | None,
+        attention: EncryptedAttention | None = None,
     ) -> None:
         self._connection = connection
         self._keeper = keeper
         self.protocol = protocol
+        self.attention = attention
 
     @property
     def manifest(self) -> ModelManifest:
@@ -76,6 +84,8 @@ class Session:
         """Ends everything under way, in whichever thread it is: nobody is waited for who waits for the server."""
         if self._keeper:
             self._keeper.close()
+        if self.attention:
+            self.attention.close()
         self._connection.close()
         self.protocol.close()
 
@@ -103,6 +113,8 @@ def connect(
     ca: str | Path | None = None,
     fingerprint: str | None = None,
     protocol: ProtocolName = "masked",
+    attention: AttentionName = "local",
+    page_tokens: int | None = None,
     bandwidth_mbit: float = 1000,
     pool: str | Path | None = None,
     passphrase: str | None = None,
@@ -131,6 +143,9 @@ def connect(
         protocol: ``masked`` waits for a pool of masks; ``auto`` begins at once with masks made just in time and goes
             over to the pool when that is filled; ``rlwe`` encrypts every row and needs no masks, but assumes that the
             server does not send wrong answers on purpose; ``clear`` hides nothing (only for servers started for tests).
+        attention: ``local``, or ``rlwe``: full pages of the KV cache go encrypted to the server, which multiplies them
+            with encrypted queries and probabilities. It, too, assumes an honest server, and costs far more traffic.
+            page_tokens: tokens of a page, fewer than fit, for tests.
         bandwidth_mbit: of the network, in Mbit/s: what just-in-time masks and ``rlwe`` are planned for.
         pool: folder of the mask pool; None keeps one per model in the user's data folder. passphrase: seals it.
         batch: mask slots made at a time, a multiple of 64, at most 2048. low_water: refill in the background below
@@ -164,14 +179,27 @@ def connect(
             raise ProtocolError(f"protocol {protocol!r} does not exist: use one of {', '.join(_ON_THE_WIRE)}")
         if not _ON_THE_WIRE[protocol] <= set(connection.protocols):
             raise ProtocolError(f"the server does not offer protocol {protocol!r}")
+        if attention not in ("local", "rlwe"):
+            raise ProtocolError(f"attention {attention!r} does not exist: use local or rlwe")
+        if attention == "rlwe" and pb.PROTOCOL_RLWE not in connection.protocols:
+            raise ProtocolError("the server does not offer encrypted attention")
+        if attention == "rlwe" and attn_implementation:
+            raise ProtocolError("attention='rlwe' is an attention implementation of its own: leave the other out")
         if not 0 < bandwidth_mbit < math.inf:
             raise RangeError(f"bandwidth_mbit is a positive number, not {bandwidth_mbit}")
         choices = prices(bandwidth_mbit * 125_000)
         folder = fetch_bundle(connection, cache=Path(cache) if cache else None, progress=on_bundle)
         # Before any mask is made: what is wrong with a bundle, its sizes above all, shows here.
         model = build_model(
-            folder, manifest, connection.timings, device=device, attn_implementation=attn_implementation
+            folder,
+            manifest,
+            connection.timings,
+            device=device,
+            attn_implementation=IMPLEMENTATION if attention == "rlwe" else attn_implementation,
         )
+        encrypted = EncryptedAttention(connection, page_tokens) if attention == "rlwe" else None
+        if encrypted:
+            use_encrypted_cache(model, encrypted)
         tokenizer = load_tokenizer(folder, model)
         keeper: Keeper | None = None
         linear: LinearProtocol
@@ -202,7 +230,7 @@ def connect(
     except BaseException:
         connection.close()
         raise
-    return Connected(model, tokenizer, Session(connection, linear, keeper))
+    return Connected(model, tokenizer, Session(connection, linear, keeper, encrypted))
 
 
 def _keeper(

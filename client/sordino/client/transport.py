@@ -175,6 +175,10 @@ class Connection:
         call: Call[pb.EvaluateResponse] = self._stub.Evaluate(requests, metadata=self._metadata)
         return call
 
+    def open_attention(self, requests: Iterator[pb.AttendRequest]) -> Call[pb.AttendResponse]:
+        call: Call[pb.AttendResponse] = self._stub.Attend(requests, metadata=self._metadata)
+        return call
+
     def retrying(self, attempt: Callable[[], T], progress: Callable[[], object] | None = None) -> T:
         """Runs ``attempt`` until it succeeds or fails for another reason than the transport.
 
@@ -426,6 +430,17 @@ class Watchdog:
                 log.warning("no answer for %g s: the stream is cancelled and opened again", self._timeout_s)
                 self._cancelled = call
                 call.cancel()
+
+
+def next_answer(call: Call[T], watchdog: Watchdog) -> T:
+    """The next message of a stream that should have one more, with errors of Sordino's own tree."""
+    try:
+        with watchdog.watching(call):
+            return next(call)
+    except StopIteration:
+        raise TransportError("the server ended the stream") from None
+    except grpc.RpcError as error:
+        raise error_of(error) from None
 
 
 def _authorization(token: str | None) -> tuple[tuple[str, str], ...]:

@@ -114,9 +114,16 @@ async def _until_signalled(ready: Callable[[], None], tend: Callable[[], None]) 
 def build_server(service: SordinoService, config: ServerConfig) -> tuple[grpc.Server, health.HealthServicer]:
     """The gRPC server, not listening yet: one thread a stream, and room beside them for health and short calls."""
     limits = config.limits
-    workers = limits.max_streams + limits.max_provisioning + limits.max_downloads + _SPARE_WORKERS
+    streams = limits.max_streams + limits.max_provisioning + limits.max_attention
+    workers = streams + limits.max_downloads + _SPARE_WORKERS
     interceptors: list[grpc.ServerInterceptor] = [
-        DecodingInterceptor(service.waits, SERVICE_NAME, first_s=limits.first_message_s, idle_s=limits.idle_s)
+        DecodingInterceptor(
+            service.waits,
+            SERVICE_NAME,
+            first_s=limits.first_message_s,
+            idle_s=limits.idle_s,
+            kv_idle_s=limits.kv_idle_s,
+        )
     ]
     if config.tokens:
         interceptors.append(TokenInterceptor(TokenFile(config.tokens)))

@@ -84,6 +84,8 @@ def serve(
     encoded_mib: Annotated[
         int, typer.Option(help="Memory for weights in the form that encrypted products need, 8 bytes a weight.", min=0)
     ] = 2048,
+    kv_mib: Annotated[int, typer.Option(help="Memory for encrypted KV caches, of all sessions.", min=0)] = 4096,
+    kv_session_mib: Annotated[int, typer.Option(help="The same, of one session.", min=0)] = 2048,
     max_streams: Annotated[int, typer.Option(help="Evaluation streams at a time.", min=1)] = 256,
     port_file: Annotated[Path | None, typer.Option(help="Write the port here when ready.")] = None,
 ) -> None:
@@ -116,7 +118,11 @@ def serve(
         allow_clear=allow_clear,
         grace_s=grace,
         limits=Limits(
-            max_message_bytes=max_message_mib << 20, max_streams=max_streams, max_encoded_bytes=encoded_mib << 20
+            max_message_bytes=max_message_mib << 20,
+            max_streams=max_streams,
+            max_encoded_bytes=encoded_mib << 20,
+            max_page_bytes=kv_mib << 20,
+            max_page_bytes_per_session=kv_session_mib << 20,
         ),
     )
     ModelManifest.load(bundle)

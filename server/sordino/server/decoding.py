@@ -90,13 +90,20 @@ class DecodingInterceptor(grpc.ServerInterceptor):
             for its first message as for any other.
         first_s: for the first message of all other calls, which is small and at hand.
         idle_s: for later messages, and for an answer to go out.
+        kv_idle_s: between messages of ``Attend``, whose pages take memory.
     """
 
-    def __init__(self, waits: Waits, service: str, *, first_s: float, idle_s: float) -> None:
+    def __init__(
+        self, waits: Waits, service: str, *, first_s: float, idle_s: float, kv_idle_s: float = math.inf
+    ) -> None:
         self._waits = waits
         self._idle_s = idle_s
         self._usual = (first_s, idle_s)
-        self._seconds = {f"/{service}/Provision": (idle_s, idle_s), f"/{service}/Evaluate": (first_s, math.inf)}
+        self._seconds = {
+            f"/{service}/Provision": (idle_s, idle_s),
+            f"/{service}/Evaluate": (first_s, math.inf),
+            f"/{service}/Attend": (first_s, kv_idle_s),
+        }
 
     def intercept_service(
         self,

@@ -1,4 +1,4 @@
-"""The gRPC service: turns messages into products. It keeps no state between requests."""
+"""The gRPC service: turns messages into products. Of its clients it keeps the pages of open streams, and no more."""
 
 from __future__ import annotations
 
@@ -21,12 +21,25 @@ from sordino.server.auth import identity_of
 from sordino.server.blocks import BlockProducts, Wanted
 from sordino.server.decoding import Waits
 from sordino.server.kernel import RingMatrix
+from sordino.server.pages import PageSession, PageStore, evaluate
 from sordino.server.provision import product_of_masks, return_memory
 from sordino.server.store import MatrixStore
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, RangeError, UnknownGroupError
 from sordino.shared.packing import BlockShape, Part
+from sordino.shared.pages import N, Read, pack_answers
 from sordino.shared.ring import P
-from sordino.shared.rlwe import PARAMS, RESIDUE_BITS, SEED_BYTES, SWITCH_BITS, pack, packed_bytes, unpack
+from sordino.shared.rlwe import (
+    PAGE_PARAMS,
+    PARAMS,
+    RESIDUE_BITS,
+    SEED_BYTES,
+    SWITCH_BITS,
+    RlweParams,
+    expand_uniform,
+    pack,
+    packed_bytes,
+    unpack,
+)
 from sordino.shared.transport import BUNDLE_CHUNK_BYTES, DEFAULT_MAX_MESSAGE_BYTES
 
 Context = grpc.ServicerContext
@@ -47,6 +60,14 @@ class Limits:
     max_provisioning: int = 8
     max_provisioning_per_identity: int = 4
     max_encoded_bytes: int = 2 << 30
+    max_attention: int = 64
+    max_attention_per_identity: int = 16
+    # Pages of KV caches: of all sessions, and of one. After kv_evict_s without a call a session's pages may make room
+    # for others, after kv_idle_s they are gone.
+    max_page_bytes: int = 4 << 30
+    max_page_bytes_per_session: int = 2 << 30
+    kv_evict_s: float = 10.0
+    kv_idle_s: float = 600.0
     max_downloads: int = 32
     max_downloads_per_identity: int = 4
     first_message_s: float = 10.0
@@ -69,6 +90,7 @@ class SordinoService(pb_grpc.SordinoServicer):
 
     Attributes:
         waits: the calls that wait for their client; the interceptor enters them.
+        pages: of the KV caches of all open ``Attend`` streams.
     """
 
     def __init__(self, store: MatrixStore, limits: Limits, *, allow_clear: bool = False) -> None:
@@ -78,6 +100,7 @@ class SordinoService(pb_grpc.SordinoServicer):
         self._protocols = [pb.PROTOCOL_MASKED, pb.PROTOCOL_RLWE, *([pb.PROTOCOL_CLEAR] if allow_clear else [])]
         self._cores = torch.get_num_threads()
         self._blocks = BlockProducts(limits.max_encoded_bytes, parallel=self._cores > 1)
+        self.pages = PageStore(limits.max_page_bytes, limits.max_page_bytes_per_session, limits.kv_evict_s)
         self._wide = threading.Lock()
         self._lock = threading.Lock()
         self._open: Counter[tuple[str, str]] = Counter()
@@ -156,6 +179,29 @@ class SordinoService(pb_grpc.SordinoServicer):
                     raise ProtocolError("`open` belongs on the first message of a stream only")
                 yield answer(request, self._matrix(request.group))
 
+    def Attend(  # noqa: N802
+        self, request_iterator: Iterator[pb.AttendRequest], context: Context
+    ) -> Iterator[pb.AttendResponse]:
+        limits = self._limits
+        with (
+            self._admit("attention", context, limits.max_attention, limits.max_attention_per_identity),
+            self.pages.session() as session,
+        ):
+            opened = False
+            for request in request_iterator:
+                if request.HasField("open") == opened:
+                    raise ProtocolError("`open` belongs on the first message of a stream, and only there")
+                if not opened:
+                    if request.open.protocol != pb.PROTOCOL_RLWE:
+                        raise ProtocolError("attention is protocol RLWE")
+                    self._check_fingerprint(request.open)
+                    opened = True
+                    yield pb.AttendResponse(id=request.id)
+                    continue
+                with self.pages.using(session):
+                    response = self._attend(request, session)
+                yield response
+
     # -- one request -------------------------------------------------------------------------------------------------
 
     def _check_open(self, request: pb.EvaluateRequest) -> None:
@@ -165,7 +211,10 @@ class SordinoService(pb_grpc.SordinoServicer):
             if request.open.protocol == pb.PROTOCOL_CLEAR:
                 raise ProtocolError("this server takes masked rows only (protocol=clear needs `serve --allow-clear`)")
             raise ProtocolError("`open` names no protocol that this server knows")
-        if request.open.fingerprint != self._store.manifest.fingerprint:
+        self._check_fingerprint(request.open)
+
+    def _check_fingerprint(self, first: pb.Open) -> None:
+        if first.fingerprint != self._store.manifest.fingerprint:
             raise FingerprintError("the server holds another split than the client: connect again to fetch its bundle")
 
     def _matrix(self, group: int) -> RingMatrix:
@@ -234,6 +283,45 @@ class SordinoService(pb_grpc.SordinoServicer):
         out0, out1 = self._blocks.product(matrix, wanted, seed, c0)
         return pack(out0, bits), pack(out1, bits)
 
+    def _attend(self, request: pb.AttendRequest, session: PageSession) -> pb.AttendResponse:
+        start = time.perf_counter()
+        kind = request.WhichOneof("kind")
+        if kind == "append":
+            # Each on its own, so that one that is dropped gives its memory back.
+            self.pages.append(
+                session, request.append.first, [page.copy() for page in _ciphertexts(request.append.pages)]
+            )
+            return pb.AttendResponse(id=request.id, compute_us=_since(start))
+        if kind == "drop":
+            self.pages.drop(session, request.drop.pages)
+            return pb.AttendResponse(id=request.id, compute_us=_since(start))
+        if kind != "products":
+            raise ProtocolError("an attention request opens, appends, drops or multiplies, this one does nothing")
+        wanted = request.products
+        try:
+            read = Read(wanted.first, wanted.step, wanted.count)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+        self._bound_answer(len(wanted.sums) * read.answer_bytes)
+        count = wanted.operands.count
+        if sum(len(one.pages) for one in wanted.sums) > count + len(wanted.sums):
+            raise ProtocolError(f"{count} operands and {len(wanted.sums)} sums have more products than both together")
+        numbers = sorted({number for one in wanted.sums for number in one.pages})
+        place = {number: i for i, number in enumerate(numbers)}
+        sums = []
+        for one in wanted.sums:
+            if not one.pages or len(one.pages) != len(one.operands) or max(one.operands) >= count:
+                raise ProtocolError("a sum has as many operands, of those that are sent, as pages, and one at least")
+            sums.append([(k, place[number]) for k, number in zip(one.operands, one.pages, strict=True)])
+        if not sums:
+            raise ProtocolError("a request for products without a sum")
+        pages = session.find(numbers)
+        with self._all_cores():
+            start = time.perf_counter()
+            answers = evaluate(_ciphertexts(wanted.operands), pages, sums, read, parallel=self._cores > 1)
+        c0, c1, c2 = pack_answers(*answers)
+        return pb.AttendResponse(id=request.id, c0=c0, c1=c1, c2=c2, compute_us=_since(start))
+
     def _bound_answer(self, size: int) -> None:
         if size > self._limits.max_message_bytes:
             raise LimitError(
@@ -278,10 +366,20 @@ def _range(what: str, first: int, count: int, size: int) -> slice:
     return slice(first, stop)
 
 
-def _residues(seed: bytes, packed: bytes, shape: tuple[int, ...]) -> NDArray[np.uint32]:
+def _residues(seed: bytes, packed: bytes, shape: tuple[int, ...], params: RlweParams = PARAMS) -> NDArray[np.uint32]:
     if len(seed) != SEED_BYTES:
         raise ProtocolError(f"a seed has {SEED_BYTES} bytes, this one {len(seed)}")
-    return unpack(packed, shape)
+    return unpack(packed, shape, params)
+
+
+def _ciphertexts(sent: pb.Ciphertexts) -> NDArray[np.uint32]:
+    """``[count, 2 halves, 3 primes, N]``."""
+    if not sent.count:
+        raise ProtocolError("a message without a ciphertext")
+    # The length is checked first: the other half is made for no more than was sent.
+    c0 = _residues(sent.seed, sent.c0, (len(PAGE_PARAMS.primes), sent.count, N), PAGE_PARAMS)
+    c1 = expand_uniform(sent.seed, 0, (sent.count, N), PAGE_PARAMS)
+    return np.ascontiguousarray(np.stack([c0, c1]).transpose(2, 0, 1, 3))
 
 
 def _since(start: float) -> int:

@@ -13,6 +13,7 @@
     ├── TransportError          the peer cannot be reached
     │   ├── HandshakeError      it was, but TLS or the protocol do not fit: trying again does not help
     │   └── SessionLostError    the stream broke and retrying did not bring it back
+    ├── KvEvictedError          pages of an encrypted KV cache are gone: the answer must start anew
     ├── IntegrityError          the server's answer fails the check of its own matrix (§4.4)
     ├── FingerprintError        the server holds other weights than the pool or the caller expects
     └── PoolError               the mask pool cannot be used
@@ -67,6 +68,10 @@ class HandshakeError(TransportError):
 
 
 class SessionLostError(TransportError):
+    pass
+
+
+class KvEvictedError(SordinoError):
     pass
 
 

@@ -20,6 +20,7 @@ _CODES: Final[dict[type[SordinoError], grpc.StatusCode]] = {
     errors.ProtocolError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.RangeError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.LimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.KvEvictedError: grpc.StatusCode.ABORTED,
     errors.AuthError: grpc.StatusCode.UNAUTHENTICATED,
     errors.FingerprintError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.BundleError: grpc.StatusCode.DATA_LOSS,

@@ -141,3 +141,77 @@ class EvaluateResponse(_message.Message):
     compute_us: int
     c1: bytes
     def __init__(self, id: _Optional[int] = ..., data: _Optional[bytes] = ..., compute_us: _Optional[int] = ..., c1: _Optional[bytes] = ...) -> None: ...
+
+class AttendRequest(_message.Message):
+    __slots__ = ("id", "open", "append", "drop", "products")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    APPEND_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    PRODUCTS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    open: Open
+    append: PageAppend
+    drop: PageDrop
+    products: PageProducts
+    def __init__(self, id: _Optional[int] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., append: _Optional[_Union[PageAppend, _Mapping]] = ..., drop: _Optional[_Union[PageDrop, _Mapping]] = ..., products: _Optional[_Union[PageProducts, _Mapping]] = ...) -> None: ...
+
+class Ciphertexts(_message.Message):
+    __slots__ = ("count", "seed", "c0")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    C0_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    seed: bytes
+    c0: bytes
+    def __init__(self, count: _Optional[int] = ..., seed: _Optional[bytes] = ..., c0: _Optional[bytes] = ...) -> None: ...
+
+class PageAppend(_message.Message):
+    __slots__ = ("first", "pages")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    pages: Ciphertexts
+    def __init__(self, first: _Optional[int] = ..., pages: _Optional[_Union[Ciphertexts, _Mapping]] = ...) -> None: ...
+
+class PageDrop(_message.Message):
+    __slots__ = ("pages",)
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pages: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PageProducts(_message.Message):
+    __slots__ = ("operands", "sums", "first", "step", "count")
+    OPERANDS_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    operands: Ciphertexts
+    sums: _containers.RepeatedCompositeFieldContainer[PageSum]
+    first: int
+    step: int
+    count: int
+    def __init__(self, operands: _Optional[_Union[Ciphertexts, _Mapping]] = ..., sums: _Optional[_Iterable[_Union[PageSum, _Mapping]]] = ..., first: _Optional[int] = ..., step: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class PageSum(_message.Message):
+    __slots__ = ("operands", "pages")
+    OPERANDS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    operands: _containers.RepeatedScalarFieldContainer[int]
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, operands: _Optional[_Iterable[int]] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AttendResponse(_message.Message):
+    __slots__ = ("id", "c0", "c1", "c2", "compute_us")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    C0_FIELD_NUMBER: _ClassVar[int]
+    C1_FIELD_NUMBER: _ClassVar[int]
+    C2_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    c0: bytes
+    c1: bytes
+    c2: bytes
+    compute_us: int
+    def __init__(self, id: _Optional[int] = ..., c0: _Optional[bytes] = ..., c1: _Optional[bytes] = ..., c2: _Optional[bytes] = ..., compute_us: _Optional[int] = ...) -> None: ...

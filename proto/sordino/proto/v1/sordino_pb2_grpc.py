@@ -56,6 +56,11 @@ class SordinoStub:
                 request_serializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.EvaluateRequest.SerializeToString,
                 response_deserializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.EvaluateResponse.FromString,
                 _registered_method=True)
+        self.Attend = channel.stream_stream(
+                '/sordino.proto.v1.Sordino/Attend',
+                request_serializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.AttendRequest.SerializeToString,
+                response_deserializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.AttendResponse.FromString,
+                _registered_method=True)
 
 
 class SordinoServicer:
@@ -91,6 +96,14 @@ class SordinoServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Attend(self, request_iterator, context):
+        """Encrypted pages of a KV cache, and products with them. The first request opens the stream, whose pages are gone when
+        it ends. Answers come in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SordinoServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -113,6 +126,11 @@ def add_SordinoServicer_to_server(servicer, server):
                     servicer.Evaluate,
                     request_deserializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.EvaluateRequest.FromString,
                     response_serializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.EvaluateResponse.SerializeToString,
+            ),
+            'Attend': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attend,
+                    request_deserializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.AttendRequest.FromString,
+                    response_serializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.AttendResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -225,6 +243,33 @@ class Sordino:
             '/sordino.proto.v1.Sordino/Evaluate',
             sordino_dot_proto_dot_v1_dot_sordino__pb2.EvaluateRequest.SerializeToString,
             sordino_dot_proto_dot_v1_dot_sordino__pb2.EvaluateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attend(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/sordino.proto.v1.Sordino/Attend',
+            sordino_dot_proto_dot_v1_dot_sordino__pb2.AttendRequest.SerializeToString,
+            sordino_dot_proto_dot_v1_dot_sordino__pb2.AttendResponse.FromString,
             options,
             channel_credentials,
             insecure,
