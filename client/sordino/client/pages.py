@@ -156,7 +156,7 @@ class PageKey:
         """The coefficients that are read, as fractions of q in [-1/2, 1/2): ``[answers, read.count]``.
 
         c1*s and c2*s^2 are needed at few positions: one matrix product with rows of s and s^2. Its sums reach 2^55, so
-        float64 adds an error of a few units where the roundings of the answer have 1,200.
+        float64 adds an error of a few units where the roundings of the answer have 1,500.
 
         Raises:
             ProtocolError: the answer has another size.

@@ -27,9 +27,9 @@ from typing import Final
 from sordino.shared.rlwe import PAGE_PARAMS, U64, pack, packed_bytes, unpack_switched
 
 N: Final = PAGE_PARAMS.n
-# Modulus of answers: scores are right to 2^-30.7 of the largest that could be (docs/protocol.md).
+# Modulus of answers: scores are right to 2^-30.4 of the largest that could be (docs/protocol.md).
 RESULT_BITS: Final = 42
-COARSE_BITS: Final = 5
+COARSE_BITS: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
