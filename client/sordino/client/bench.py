@@ -146,7 +146,7 @@ def run_decode(
     manifest = ModelManifest.load(bundle)
     plain = _plain_model(model, bundle) if reference == "transformers" else None
     me = psutil.Process()
-    result: dict[str, Any] = {"machine": _machine(), "model": manifest.model_name, "tokens": tokens, "protocols": {}}
+    result: dict[str, Any] = {"machine": machine(), "model": manifest.model_name, "tokens": tokens, "protocols": {}}
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sordino-bench-")))
         target, ca, token, server = stack.enter_context(server_process(bundle, work / "server", allow_clear=True))
@@ -373,7 +373,8 @@ def _linear_cpu(manifest: ModelManifest) -> dict[str, float]:
     return timed
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
     return {
         "processor": platform.processor() or platform.machine(),
         "cpus": psutil.cpu_count(),

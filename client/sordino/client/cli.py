@@ -31,6 +31,7 @@ def add(app: typer.Typer) -> None:
     app.command()(provision)
     bench = typer.Typer(no_args_is_help=True, help="Measurements, side by side in one run.")
     bench.command("decode")(bench_decode)
+    bench.command("linear")(bench_linear)
     app.add_typer(bench, name="bench")
     audit = typer.Typer(no_args_is_help=True, help="What a server, or the wire, can see.")
     audit.command("wire")(audit_wire)
@@ -133,6 +134,28 @@ def bench_decode(
         tokens=tokens,
         repeats=repeats,
         batch=batch,
+        json_path=json_path,
+        console=console,
+    )
+
+
+def bench_linear(
+    bundle: Annotated[Path, typer.Option(help="Folder made by `sordino split`.")] = Path(".demo/bundle"),
+    protocols: Annotated[
+        str, typer.Option(help="Comma-separated: rlwe, masked, clear, fp32; tenseal, concrete in a checkout.")
+    ] = "rlwe,masked,fp32",
+    repeats: Annotated[int, typer.Option(help="Products of one row; fewer of what is slow.", min=1)] = 20,
+    patience: Annotated[float, typer.Option(help="Leave out shapes that take longer, in seconds.", min=0)] = 60,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """Time and bytes of single products: Sordino's protocols, other encrypted ones, and plain fp32, in one run."""
+    from sordino.client.bench_linear import run_linear
+
+    run_linear(
+        bundle,
+        protocols=[name.strip() for name in protocols.split(",") if name.strip()],
+        repeats=repeats,
+        patience_s=patience,
         json_path=json_path,
         console=console,
     )
