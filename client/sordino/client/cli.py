@@ -15,6 +15,9 @@ from sordino.shared.errors import RangeError
 if TYPE_CHECKING:
     from sordino.client.session import Connected
 
+Fingerprint = Annotated[
+    str | None, typer.Option(help="Refuse a server with any other split; `sordino serve` and `split` print it.")
+]
 Server = Annotated[str, typer.Option(help="grpcs://host:port of the server.", envvar="SORDINO_SERVER")]
 Ca = Annotated[Path | None, typer.Option(help="CA of the server's certificate (PEM).", envvar="SORDINO_CA")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the token.", envvar="SORDINO_TOKEN_FILE")]
@@ -46,6 +49,7 @@ def generate(
     pool: Pool = None,
     seal: Seal = False,
     batch: Batch = 2048,
+    fingerprint: Fingerprint = None,
     protocol: Annotated[str, typer.Option(help="masked, auto (starts at once), rlwe, clear (for tests).")] = "masked",
     attention: Annotated[
         str, typer.Option(help="local, or rlwe: full pages of the KV cache go to the server, encrypted.")
@@ -61,8 +65,9 @@ def generate(
     """Stream a private answer to the terminal."""
     text = sys.stdin.read() if prompt == "-" else prompt
     options: dict[str, Any] = {"ca": ca, "token_file": token_file, "pool": pool, "seal": seal, "batch": batch}
+    options |= {"fingerprint": fingerprint, "protocol": protocol, "attention": attention}
     # No batch in the background: it would be cut short, and its traffic lost, at the end of the answer.
-    with connected(server, **options, protocol=protocol, attention=attention, low_water=0) as link:
+    with connected(server, **options, low_water=0, refill=protocol != "auto") as link:
         inputs = encode_prompt(link, text, raw=raw, system=system)
         ids = inputs["input_ids"][0].tolist()
         settings = _settings(link, temperature, max_new_tokens, len(ids))
@@ -81,7 +86,8 @@ def generate(
         console.print(
             f"[dim]{count} tokens · first after {times[0] - start:.2f} s · {rate:.1f} tokens/s · "
             f"{(after[0] - before[0]) / 1e6:.1f} MB up · {(after[1] - before[1]) / 1e6:.1f} MB down"
-            + (f" · {masks} masks left" if masks is not None else " · [red]nothing was hidden[/]")
+            + (f" · {masks} masks left" if masks is not None else "")
+            + (" · [red]nothing was hidden[/]" if protocol == "clear" else "")
             + "[/]",
             highlight=False,
         )
@@ -101,13 +107,14 @@ def provision(
     pool: Pool = None,
     seal: Seal = False,
     batch: Batch = 2048,
+    fingerprint: Fingerprint = None,
 ) -> None:
     """Make masks ahead of need."""
     from sordino.client.provision import plan_batch
     from sordino.client.session import describe_plan
 
     options: dict[str, Any] = {"ca": ca, "token_file": token_file, "pool": pool, "seal": seal, "batch": batch}
-    with connected(server, **options, provision=False) as link:
+    with connected(server, **options, fingerprint=fingerprint, provision=False) as link:
         console.print(describe_plan(plan_batch(link.session.manifest, batch, checks=0)), highlight=False)
         link.session.provision()
         console.print(f"{link.session.masks_left} masks in the pool")

@@ -54,7 +54,7 @@ def connected(
             # Bytes that are no text become characters that no token has.
             token = token_file.read_text("utf-8", "replace").strip()
     except OSError as error:
-        raise AuthError(f"the token file cannot be read: {error.strerror}") from error
+        raise AuthError(f"the token file {token_file} cannot be read: {error.strerror}") from error
     passphrase = None
     if seal:
         passphrase = os.environ.get("SORDINO_PASSPHRASE") or typer.prompt(

@@ -52,6 +52,7 @@ class Call(Protocol[T_co]):
 
 DEFAULT_PORT: Final = 50551
 _MAX_MESSAGE: Final = 64 << 20
+_QUIET_TRIES: Final = 3  # a stream that breaks and comes back at once is nobody's concern
 _BACKOFF_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -199,13 +200,15 @@ class Connection:
                 return self._attempt(attempt)
             except (HandshakeError, SessionLostError):
                 raise
-            except TransportError:
+            except TransportError as error:
                 if (now := done()) != before:
                     before, tries, deadline = now, 0, math.inf
                 pause = _BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)]
                 deadline = min(deadline, time.monotonic() + self.retry_s)
                 if time.monotonic() + pause > deadline:
                     raise
+                if tries == _QUIET_TRIES:
+                    log.warning("the server is away, trying for up to %g s: %s", self.retry_s, error)
             self.traffic.retries += 1
             tries += 1
             self._closed.wait(pause)
@@ -487,7 +490,7 @@ def _roots(ca: Path) -> bytes:
     try:
         roots = ca.read_bytes()
     except OSError as error:
-        raise TransportError(f"the CA file cannot be read: {error.strerror}") from error
+        raise TransportError(f"the CA file {ca} cannot be read: {error.strerror}") from None
     try:
         # Text beside the certificates may be of any encoding.
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=roots.decode("ascii", "ignore"))

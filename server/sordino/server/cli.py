@@ -125,7 +125,7 @@ def serve(
             max_page_bytes_per_session=kv_session_mib << 20,
         ),
     )
-    ModelManifest.load(bundle)
+    fingerprint = ModelManifest.load(bundle).fingerprint
     # Nothing is written before all that can be refused at once was looked at.
     if tls and not tls_cert:
         make_certificates(state, [name.strip() for name in hostnames.split(",") if name.strip()])
@@ -141,7 +141,10 @@ def serve(
         console.print(
             f"serving on {scheme}://{host}:{bound}" + ("  [bold red]protocol=clear allowed[/]" if allow_clear else "")
         )
+        console.print(f"fingerprint {fingerprint}", highlight=False, soft_wrap=True)
         if tls and not tls_cert:
+            if host not in ("127.0.0.1", "localhost", "::1", "[::1]"):
+                console.print(f"clients elsewhere use a name in --hostnames ({hostnames}), and a copy of {tls.ca}")
             console.print(
                 f'try: sordino generate "Hello" --server grpcs://localhost:{bound} --ca {tls.ca} '
                 f"--token-file {state / 'token'}",
@@ -164,4 +167,7 @@ def token(
     from sordino.server.auth import TokenFile
 
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    known = (state / "tokens.json").exists()
     typer.echo(TokenFile(state / "tokens.json").issue(name, days=days))
+    if not known:
+        console.print(f"{state} is new: only a server started with this --state takes the token", soft_wrap=True)

@@ -31,7 +31,7 @@ def build() -> typer.Typer:
         except ModuleNotFoundError as error:
             if error.name is not None and error.name.startswith("sordino.") and error.name != f"sordino.{point.name}":
                 raise
-            # This side, or its extra, is not installed; its commands are simply not there.
+            # This side is not installed; its commands are simply not there.
             logging.getLogger(__name__).debug("commands of %s left out: no module %s", point.name, error.name)
             continue
         add(app)
@@ -49,6 +49,14 @@ def main() -> None:
         Console(stderr=True).print(
             f"[bold red]error:[/] {type(error).__name__}: {escape(str(error))}", highlight=False, soft_wrap=True
         )
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        # Commands load their libraries when they run: the wheel holds both sides, an extra the libraries of one.
+        if error.name is None or error.name.startswith("sordino."):
+            raise
+        text = f"no module {error.name}: this command needs an extra (client, server or split), as in pip install "
+        text += "'sordino[client]'"
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
         sys.exit(1)
     except OSError as error:
         named = f": {error.filename}" if error.filename else ""

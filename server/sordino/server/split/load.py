@@ -73,7 +73,8 @@ def load(source: Source) -> Loaded:
             f"{source.name!r}: transformers does not know this architecture: {error}"
         ) from error
     except (OSError, struct.error, IndexError) as error:
-        raise BundleError(f"{source.name!r} is no model folder, GGUF file or hub id: {error}") from error
+        missing = "" if Path(source.place).exists() else "there is no such path; "
+        raise BundleError(f"{source.name!r} is no model folder, GGUF file or hub id: {missing}{error}") from error
     if getattr(config, "auto_map", None):
         raise UnsupportedModelError(f"{source.name!r} needs code of its own (auto_map), which is never run")
     if getattr(config, "is_encoder_decoder", False):

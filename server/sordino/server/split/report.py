@@ -53,7 +53,7 @@ class SplitReport:
             ("client download", f"{self.client_bytes / 2**20:,.1f} MiB"),
             ("smallest activation bound", f"{self.x_max_min:,}"),
             ("time", f"{self.seconds:.1f} s"),
-            ("fingerprint", self.fingerprint[:16]),
+            ("fingerprint", self.fingerprint),
         ):
             table.add_row(label, value)
         return table
