@@ -21,7 +21,7 @@ class InProcessServer:
         limits = limits or Limits()
         self.store = MatrixStore(bundle)
         service = SordinoService(self.store, limits, allow_clear=True)
-        self.pages = service.pages
+        self.pages, self.waits = service.pages, service.waits
         self._server, _ = build_server(service, ServerConfig(bundle=bundle, tls=None, tokens=None, limits=limits))
         self.port = self._server.add_insecure_port("127.0.0.1:0")
         self._server.start()

@@ -6,6 +6,7 @@ Pages are small, so that short prompts have many of them.
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -52,14 +53,16 @@ class Beside(NamedTuple):
         return tuple(side.model.generate(**inputs, **chosen) for side in (self.rlwe, self.local))
 
 
-def open_beside(family: str, folder: Path, limits: Limits | None = None) -> Iterator[Beside]:
-    split_model(models.make_tiny(family, folder / "model"), folder / "bundle", rounding="nearest")
+def open_beside(
+    family: str, folder: Path, limits: Limits | None = None, page_tokens: int | None = TOKENS, **config: Any
+) -> Iterator[Beside]:
+    split_model(models.make_tiny(family, folder / "model", **config), folder / "bundle", rounding="nearest")
     server = InProcessServer(folder / "bundle", limits)
     target = f"grpc://127.0.0.1:{server.port}"
     common: dict[str, Any] = {"cache": folder / "cache", "retry_s": 5, "protocol": "clear"}
     with ExitStack() as stack:
         stack.callback(server.close)
-        rlwe = connect(target, attention="rlwe", page_tokens=TOKENS, **common)
+        rlwe = connect(target, attention="rlwe", page_tokens=page_tokens, **common)
         stack.enter_context(rlwe.session)
         local = connect(target, **common)
         stack.enter_context(local.session)
@@ -147,6 +150,28 @@ def test_several_rows_against_pages(beside: Beside) -> None:
         assert (second.logits - whole).abs().max() <= ATOL
         outs.append(second.logits)
     assert (outs[0] - outs[1]).abs().max() <= ATOL
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"num_key_value_heads": 1, "head_dim": 20}, {"num_key_value_heads": 4, "head_dim": 6}],
+    ids=["one shared head of size 20", "a head each of size 6"],
+)
+def test_other_heads(tmp_path: Path, config: dict[str, Any]) -> None:
+    for beside in open_beside("llama", tmp_path, page_tokens=TOKENS, **config):
+        same(*beside.generate(tokens(beside.rlwe)))
+
+
+@pytest.mark.parametrize(("head_size", "pages"), [(128, 3), (80, 2), (64, 1)])
+def test_full_pages(tmp_path: Path, head_size: int, pages: int) -> None:
+    """As many tokens as fit: 32, 51, 64; the prompt has 110."""
+    for beside in open_beside("llama", tmp_path, page_tokens=None, num_key_value_heads=1, head_dim=head_size):
+        text = "a text that goes on and on " * 5
+        same(*beside.generate(tokens(beside.rlwe, text), max_new_tokens=3, min_new_tokens=3))
+        assert sent(beside.rlwe) > 0
+        cache = EncryptedCache(attention(beside), beside.rlwe.model.config)
+        forward(beside, cache, tokens(beside.rlwe, text)["input_ids"][:, :110])
+        assert cache.layers[0].sealed == pages * (N // head_size)
 
 
 def test_sampling_takes_the_same_tokens(llama: Beside) -> None:
@@ -323,6 +348,52 @@ def test_a_broken_stream_takes_its_pages_along(llama: Beside) -> None:
     same(*llama.generate(tokens(llama.rlwe)))
 
 
+def test_a_stream_that_rests_too_long_loses_its_pages(limited: Callable[..., Beside]) -> None:
+    beside = limited(kv_idle_s=0.2)
+    cache = EncryptedCache(attention(beside), beside.rlwe.model.config)
+    forward(beside, cache, torch.arange(10, 20)[None])
+    assert beside.server.pages.used_bytes
+    deadline = time.monotonic() + 20
+    while beside.server.pages.used_bytes and time.monotonic() < deadline:
+        beside.server.waits.end_overdue()  # twice a second where a server runs by itself
+        time.sleep(0.05)
+    assert not beside.server.pages.used_bytes
+    with pytest.raises(KvEvictedError, match="too long"):
+        forward(beside, cache, torch.arange(10, 11)[None])
+    same(*beside.generate(tokens(beside.rlwe, "fox"), max_new_tokens=3, min_new_tokens=3))
+
+
+def test_closing_ends_a_wait_for_the_server(limited: Callable[..., Beside], monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = limited()
+    cache = EncryptedCache(attention(beside), beside.rlwe.model.config)
+    forward(beside, cache, torch.arange(10, 20)[None])
+    waiting, released = threading.Event(), threading.Event()
+
+    def wait(*_: Any, **__: Any) -> Any:
+        waiting.set()
+        released.wait(20)
+        raise ProtocolError("too late")
+
+    monkeypatch.setattr("sordino.server.service.evaluate", wait)
+    caught: list[type] = []
+
+    def run() -> None:
+        try:
+            forward(beside, cache, torch.arange(10, 11)[None])
+        except Exception as error:
+            caught.append(type(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert waiting.wait(20)
+    start = time.monotonic()
+    beside.rlwe.session.close()
+    thread.join(10)
+    released.set()
+    assert time.monotonic() - start < 5
+    assert caught == [SessionLostError]
+
+
 def test_more_than_fits_in_a_message(llama: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut by queries, and by pages; the sum of outputs is then made here."""
     for limit in (90_000, 200_000, 1_000_000):
@@ -456,3 +527,45 @@ def test_options_that_cannot_be(llama: Beside) -> None:
     ):
         with pytest.raises(ProtocolError, match=why):
             connect(target, protocol="clear", cache=llama.folder / "cache", **options)
+
+
+# -- as a user has it ------------------------------------------------------------------------------------------------
+
+
+def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    from sordino.shared.cli import main
+
+    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    for beside in open_beside("llama", tmp_path, page_tokens=None, num_key_value_heads=1, head_dim=64):
+        outs = []
+        for kind in ("local", "rlwe"):
+            command = ["sordino", "generate", "many words " * 7, "--raw", "--max-new-tokens", "4", "--temperature", "0"]
+            command += ["--server", f"grpc://127.0.0.1:{beside.server.port}", "--protocol", "clear"]
+            monkeypatch.setattr("sys.argv", [*command, "--attention", kind])
+            capfd.readouterr()
+            with pytest.raises(SystemExit) as end:
+                main()
+            assert not end.value.code
+            outs.append(capfd.readouterr())
+        assert outs[0].out == outs[1].out
+        down = [float(out.err.split(" MB down")[0].rsplit(" ", 1)[1]) for out in outs]
+        assert down[0] + 1 < down[1]
+
+
+def test_over_tls_with_the_servers_options(bundles: Callable[..., Path], tmp_path: Path) -> None:
+    """Two MiB hold 21 pages: a short answer fits."""
+    from stack import PROMPT as WORDS
+    from stack import ServerProcess, answer, connect_to
+
+    options = ("--kv-mib", "2", "--kv-session-mib", "2")
+    with ServerProcess(bundles("llama"), tmp_path, arguments=options) as server:
+        link = connect_to(server, tmp_path, protocol="rlwe", attention="rlwe", page_tokens=TOKENS)
+        with link.session, pytest.raises(LimitError, match="may keep 2 MiB"):
+            answer(link, WORDS)
+        assert server.serves()
+        link = connect_to(server, tmp_path, protocol="rlwe", attention="rlwe", page_tokens=TOKENS)
+        local = connect_to(server, tmp_path, protocol="rlwe")
+        with link.session, local.session:
+            assert answer(link, "the fox", tokens=3) == answer(local, "the fox", tokens=3)
+            assert link.session.traffic.up["attention"]
