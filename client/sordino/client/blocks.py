@@ -27,9 +27,9 @@ from sordino.shared.rlwe import (
 
 # Seconds of both sides for a block that is encrypted, a block that is answered, and a message; measured on two cores
 # (docs/protocol.md). Switching an answer to fewer bits costs transforms on both sides.
-_ENCRYPT_S: Final = 60e-6
-_ANSWER_S: Final = 55e-6
-_SWITCH_S: Final = 110e-6
+_ENCRYPT_S: Final = 36e-6
+_ANSWER_S: Final = 31e-6
+_SWITCH_S: Final = 48e-6
 _MESSAGE_S: Final = 200e-6
 # Rows to a block. More rows share more, but each of these shapes has encoded weights of its own on the server: a row of
 # decoding, a few of speculation, masks ahead of need, a long prompt.
