@@ -34,8 +34,7 @@ F64 = NDArray[np.float64]
 
 _PRIMES: Final = PAGE_PARAMS.primes
 _BLOCK: Final = 16  # polynomials in one transform
-# Keys of larger norms are drawn anew. ||s||^2 has mean 2N/3 and deviation 30; ||s^2||^2 has mean 2 N^2 (2/3)^2 and
-# deviation about 4 %.
+# Keys of larger norms are drawn anew. ||s||^2 has mean 2N/3 and deviation 30, ||s^2|| mean 3,862 and deviation 57.
 _MAX_WEIGHT: Final = 2851
 _MAX_SQUARE: Final = 4100.0
 # Norms times scales: a product of two of this size is 0.49 q, so that no coefficient that is read wraps.
