@@ -5,6 +5,7 @@ Pages are small, so that short prompts have many of them.
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import time
@@ -265,6 +266,19 @@ def test_rows_share_pages_and_let_them_go(llama: Beside) -> None:
     forward(llama, cache, ids[1:, :5])
     forward(llama, cache, ids[1:, 5:6])
     assert store.used_bytes // PAGE_BYTES == 2 * 2 * 2
+
+
+def test_a_copy_of_a_prompts_cache_goes_on_by_itself(llama: Beside) -> None:
+    ids = torch.arange(10, 26)[None]
+    cache = EncryptedCache(attention(llama), llama.rlwe.model.config)
+    forward(llama, cache, ids[:, :10])
+    other = copy.deepcopy(cache)
+    expected = forward_alone(llama, ids)[:, 10:]
+    assert (forward(llama, other, ids[:, 10:]) - expected).abs().max() <= ATOL
+    assert cache.get_seq_length() == 10
+    del other
+    gc.collect()
+    assert (forward(llama, cache, ids[:, 10:]) - expected).abs().max() <= ATOL
 
 
 def forward_alone(beside: Beside, ids: torch.Tensor) -> torch.Tensor:

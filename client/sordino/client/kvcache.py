@@ -7,6 +7,7 @@ tokens and those of the open page at home; only its queries to older pages trave
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass
 from types import MethodType
@@ -62,6 +63,14 @@ class EncryptedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.window = window
         self.is_sliding = window is not None
         self.reset()
+
+    def __deepcopy__(self, memo: object) -> EncryptedLayer:
+        """A copy goes on by itself from the same pages: a prompt's cache can serve several answers."""
+        del memo
+        other = copy.copy(self)
+        other.keys, other.values = self.keys.clone(), self.values.clone()
+        other.pages = [list(row) for row in self.pages]
+        return other
 
     def reset(self) -> None:
         self.is_initialized = False
@@ -299,7 +308,7 @@ def use_encrypted_cache(model: PreTrainedModel, attention: EncryptedAttention) -
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = len(args) > parameters.index(name_here) or any(kwargs.get(name) is not None for name in _CACHE_NAMES)
         use = kwargs.get("use_cache")
-        if not given and (module.config.use_cache if use is None else use):
+        if not given and (getattr(module.config, "use_cache", True) if use is None else use):
             kwargs = {name: item for name, item in kwargs.items() if name not in _CACHE_NAMES}
             kwargs[name_here] = own_cache()
         return args, kwargs

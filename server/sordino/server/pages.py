@@ -277,14 +277,14 @@ class PageStore:
                     raise ProtocolError(f"page {number} was never appended, or was dropped")
 
     def _make_room(self, size: int) -> None:
-        used = sum(session.size for session in self._sessions)
+        over = sum(session.size for session in self._sessions) + size - self._total
         before = time.monotonic() - self._evict_after_s
         idle = [other for other in self._sessions if not other.busy and other.pages and other.used <= before]
+        if over > sum(other.size for other in idle):
+            raise LimitError("the server's memory for pages is in use: try again later")
         for other in sorted(idle, key=lambda other: other.used):
-            if used + size <= self._total:
+            if over <= 0:
                 break
-            used -= other.size
+            over -= other.size
             other.pages.clear()
             other.evicted = True
-        if used + size > self._total:
-            raise LimitError("the server's memory for pages is in use: try again later")

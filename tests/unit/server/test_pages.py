@@ -115,6 +115,9 @@ def test_the_least_recently_used_idle_session_makes_room(monkeypatch: pytest.Mon
         with pytest.raises(LimitError):
             store.append(three, 0, [page()])  # nobody has rested for ten seconds
         now = 11.5
+        with pytest.raises(LimitError):
+            store.append(three, 0, [page()] * 3)  # not even without two, which then keeps its pages
+        assert store.used_bytes == 3 * PAGE_BYTES
         store.append(three, 0, [page()])  # two has
         assert store.used_bytes == 2 * PAGE_BYTES
         use(one, 11.6)
