@@ -26,15 +26,15 @@ from sordino.client.attend import EncryptedAttention, PageStream
 from sordino.client.kvcache import EncryptedCache
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
-from sordino.server.pages import PAGE_BYTES
 from sordino.server.service import Limits
 from sordino.server.split import split_model
 from sordino.shared.errors import KvEvictedError, LimitError, ProtocolError, RangeError, SessionLostError
-from sordino.shared.pages import N
+from sordino.shared.pages import KEYS, VALUES, N
 from sordino.shared.rlwe import PAGE_PARAMS, pack
 
 TOKENS = 4  # of a page
-# Scores here are right to 2^-20, outputs to 2^-28; the activation scale of the linear layers turns that, like the other
+PAGE_BYTES = KEYS.page_bytes + VALUES.page_bytes  # of keys and values of one head
+# Scores here are right to 2^-20, outputs to 2^-16; the activation scale of the linear layers turns that, like the other
 # order of float32 sums, into steps of one quantisation unit. Logits of these models are of size 10.
 ATOL = 0.08
 PROMPT = "the quick brown fox jumps"  # 25 tokens: 6 pages, and one open
@@ -258,14 +258,14 @@ def test_rows_share_pages_and_let_them_go(llama: Beside) -> None:
     cache.batch_select_indices(torch.tensor([1]))
     cache.crop(-1)
     assert (forward(llama, cache, ids[1:, 13:]) - expected[1:, 13:]).abs().max() <= ATOL
-    # 2 layers, 2 heads, keys and values, 3 pages: one row's went with it
+    # 2 layers, 2 heads, 3 pages: one row's went with it
     cache.crop(-1)
     forward(llama, cache, ids[1:, 13:])
-    assert store.used_bytes // PAGE_BYTES == 2 * 2 * 2 * 3
+    assert store.used_bytes // PAGE_BYTES == 2 * 2 * 3
     cache.reset()
     forward(llama, cache, ids[1:, :5])
     forward(llama, cache, ids[1:, 5:6])
-    assert store.used_bytes // PAGE_BYTES == 2 * 2 * 2
+    assert store.used_bytes // PAGE_BYTES == 2 * 2
 
 
 def test_a_copy_of_a_prompts_cache_goes_on_by_itself(llama: Beside) -> None:
@@ -291,7 +291,7 @@ def test_a_window_that_has_passed_drops_pages(tmp_path: Path) -> None:
     """Mistral with a window of 16: after 60 tokens the server keeps the window's pages, and those behind the crop."""
     for beside in open_beside("mistral", tmp_path):
         same(*beside.generate(tokens(beside.rlwe), max_new_tokens=35, min_new_tokens=35))
-        assert beside.server.pages.used_bytes // PAGE_BYTES <= 2 * 2 * 2 * (16 + 3 * TOKENS) // TOKENS
+        assert beside.server.pages.used_bytes // PAGE_BYTES <= 2 * 2 * (16 + 3 * TOKENS) // TOKENS
 
 
 # -- sessions, limits, loss ------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def test_pages_are_gone_with_the_session(llama: Beside) -> None:
     with other.session:
         cache = EncryptedCache(other.session.attention, other.model.config)
         forward(llama._replace(rlwe=other), cache, torch.arange(10, 20)[None])
-        assert llama.server.pages.used_bytes == before + 2 * 2 * 2 * 2 * PAGE_BYTES
+        assert llama.server.pages.used_bytes == before + 2 * 2 * 2 * PAGE_BYTES
     deadline = time.monotonic() + 10
     while llama.server.pages.used_bytes > before and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -315,7 +315,7 @@ def test_pages_are_gone_with_the_session(llama: Beside) -> None:
 
 
 def test_a_prompt_over_the_limit(limited: Callable[..., Beside]) -> None:
-    beside = limited(max_page_bytes_per_session=2 * 2 * 2 * 3 * PAGE_BYTES)
+    beside = limited(max_page_bytes_per_session=2 * 2 * 3 * PAGE_BYTES)
     with pytest.raises(LimitError, match="a session may keep"):
         beside.generate(tokens(beside.rlwe))
     same(*beside.generate(tokens(beside.rlwe, "fox"), max_new_tokens=8, min_new_tokens=8))
@@ -323,7 +323,7 @@ def test_a_prompt_over_the_limit(limited: Callable[..., Beside]) -> None:
 
 def test_an_idle_session_is_evicted_and_told(limited: Callable[..., Beside]) -> None:
     """Two sessions where there is room for one."""
-    beside = limited(max_page_bytes=2 * 2 * 2 * 4 * PAGE_BYTES, kv_evict_s=0.2)
+    beside = limited(max_page_bytes=2 * 2 * 4 * PAGE_BYTES, kv_evict_s=0.2)
     target = f"grpc://127.0.0.1:{beside.server.port}"
     ids = torch.arange(10, 23)[None]
     first = EncryptedCache(attention(beside), beside.rlwe.model.config)
@@ -447,7 +447,7 @@ def test_sizes_on_the_wire_depend_on_lengths_alone(llama: Beside, monkeypatch: p
 
 def ciphertexts(count: int = 1, **fields: Any) -> pb.Ciphertexts:
     c0 = np.random.default_rng(0).integers(0, min(PAGE_PARAMS.primes), (3, count, N), dtype=np.uint32)
-    return pb.Ciphertexts(**{"count": count, "seed": bytes(32), "c0": pack(c0), **fields})
+    return pb.Ciphertexts(**{"count": count, "seed": bytes(32), "c0": pack(c0), "primes": 3, **fields})
 
 
 def append(first: int = 0, **fields: Any) -> pb.AttendRequest:
@@ -483,6 +483,10 @@ def over_the_prime() -> bytes:
     return pack(c0)
 
 
+def at_two_primes() -> bytes:
+    return pack(np.zeros((2, 1, N), np.uint32))
+
+
 INVALID, TOO_MUCH = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -493,6 +497,10 @@ INVALID, TOO_MUCH = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_E
         ([append(c0=over_the_prime())], INVALID, "not below its prime"),
         ([append(c0=pack(np.zeros((2, 1, N), np.uint32)))], INVALID, "bytes for"),
         ([append(c0=pack(np.zeros((3, 1, N // 2), np.uint32)))], INVALID, "bytes for"),
+        ([append(primes=2)], INVALID, "bytes for"),
+        ([append(primes=1)], INVALID, "2 or 3 primes"),
+        ([append(), products(operands=ciphertexts(primes=4))], INVALID, "2 or 3 primes"),
+        ([append(), products(operands=ciphertexts(primes=2, c0=at_two_primes()))], INVALID, "another level"),
         ([append(count=0)], INVALID, "without a ciphertext"),
         ([append(c0=b"")], INVALID, "bytes for"),
         ([append(), append()], INVALID, "twice or out of order"),
@@ -568,7 +576,7 @@ def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_over_tls_with_the_servers_options(bundles: Callable[..., Path], tmp_path: Path) -> None:
-    """Two MiB hold 21 pages: a short answer fits."""
+    """Two MiB hold 12 pages of keys and values: a short answer fits."""
     from stack import PROMPT as WORDS
     from stack import ServerProcess, answer, connect_to
 

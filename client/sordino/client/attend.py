@@ -26,12 +26,10 @@ from sordino.client.pages import (
 from sordino.client.transport import Call, Connection, Watchdog, next_answer
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import IntegrityError, KvEvictedError, SessionLostError, TransportError
-from sordino.shared.pages import N, PageShape, Read
-from sordino.shared.rlwe import PAGE_PARAMS, packed_bytes
+from sordino.shared.pages import KEYS, VALUES, Level, N, PageShape, Read
 
 F32 = NDArray[np.float32]
 
-_CIPHERTEXT: Final = packed_bytes(len(PAGE_PARAMS.primes) * N)
 # Products of more are cut, so that both sides work at the same time.
 _MESSAGE_BYTES: Final = 2 << 20
 _SPARE_BYTES: Final = 256  # of a message, for what stands beside the ciphertexts
@@ -235,13 +233,13 @@ class EncryptedAttention:
         count, heads, _, _ = keys.shape
         flat_keys, key_scales = encode_keys(_flat(keys))
         flat_values, value_scales = encode_values(_flat(values))
-        polynomials = np.concatenate([flat_keys, flat_values])
-        step = max(1, self._limit // _CIPHERTEXT)
 
         def messages() -> Iterator[pb.AttendRequest]:
-            for start in range(0, len(polynomials), step):
-                part = self._ciphertexts(polynomials[start : start + step])
-                yield pb.AttendRequest(append=pb.PageAppend(pages=part))
+            for polynomials, level in ((flat_keys, KEYS), (flat_values, VALUES)):
+                step = max(1, self._limit // level.ciphertext_bytes)
+                for start in range(0, len(polynomials), step):
+                    part = self._ciphertexts(polynomials[start : start + step], level)
+                    yield pb.AttendRequest(append=pb.PageAppend(pages=part))
 
         epoch, first = self.stream.append(messages())
         pages = []
@@ -261,13 +259,13 @@ class EncryptedAttention:
         read = PageShape(size, tokens).scores
         flat = queries.reshape(-1, size)
         out = np.empty((heads * rows, len(pages), tokens), np.float32)
-        cuts = list(self._cuts(len(flat), len(pages), read, lambda up, down: (up, up * down)))
+        cuts = list(self._cuts(len(flat), len(pages), read, KEYS, lambda some, which: (some, some * which)))
         scales: list[F64] = [np.empty(0)] * len(cuts)
 
         def messages() -> Iterator[pb.AttendRequest]:
             for number, (some, which) in enumerate(cuts):
                 polynomials, scales[number] = encode_queries(flat[some].astype(np.float64))
-                products = self._products(polynomials, read)
+                products = self._products(polynomials, read, KEYS)
                 for k, index in enumerate(range(some.start, some.stop)):
                     head = index // rows // groups
                     for page in pages[which]:
@@ -278,11 +276,11 @@ class EncryptedAttention:
             some, which = cuts[number]
             start = time.perf_counter()
             shape = (some.stop - some.start, which.stop - which.start)
-            read_off = self._key.decrypt((answer.c0, answer.c1, answer.c2), shape[0] * shape[1], read)
+            read_off = self._key.decrypt((answer.c0, answer.c1, answer.c2), shape[0] * shape[1], read, KEYS)
             heads_of = np.arange(some.start, some.stop) // rows // groups
             of_pages = np.stack([page.key_scales[heads_of] for page in pages[which]], axis=1)
             scale = of_pages * scales[number][:, None]
-            out[some, which] = decoded(read_off.reshape(*shape, tokens), scale[:, :, None])
+            out[some, which] = decoded(read_off.reshape(*shape, tokens), scale[:, :, None], KEYS)
             self._timings.lap("attention decrypt", start)
 
         self.stream.exchange(pages[0].epoch, messages(), receive)
@@ -295,7 +293,7 @@ class EncryptedAttention:
         read = PageShape(size, tokens).outputs
         flat = weights.reshape(-1, len(pages), tokens)
         out = np.zeros((heads * rows, size), np.float32)
-        cuts = list(self._cuts(len(flat), len(pages), read, lambda up, down: (up * down, up)))
+        cuts = list(self._cuts(len(flat), len(pages), read, VALUES, lambda some, which: (some * which, some)))
         scales: list[F64] = [np.empty(0)] * len(cuts)
 
         def messages() -> Iterator[pb.AttendRequest]:
@@ -303,7 +301,7 @@ class EncryptedAttention:
                 heads_of = np.arange(some.start, some.stop) // rows // groups
                 of_pages = np.stack([page.value_scales[heads_of] for page in pages[which]], axis=1)
                 polynomials, scales[number] = encode_probabilities(flat[some, which].astype(np.float64), of_pages)
-                products = self._products(polynomials.reshape(-1, N), read)
+                products = self._products(polynomials.reshape(-1, N), read, VALUES)
                 for k, head in enumerate(heads_of.tolist()):
                     operands = range(k * len(pages[which]), (k + 1) * len(pages[which]))
                     products.sums.add(operands=operands, pages=[page.values[head] for page in pages[which]])
@@ -312,32 +310,33 @@ class EncryptedAttention:
         def receive(number: int, answer: pb.AttendResponse) -> None:
             some, _ = cuts[number]
             start = time.perf_counter()
-            read_off = self._key.decrypt((answer.c0, answer.c1, answer.c2), some.stop - some.start, read)
-            out[some] += decoded(read_off, scales[number][:, None]).astype(np.float32)
+            read_off = self._key.decrypt((answer.c0, answer.c1, answer.c2), some.stop - some.start, read, VALUES)
+            out[some] += decoded(read_off, scales[number][:, None], VALUES).astype(np.float32)
             self._timings.lap("attention decrypt", start)
 
         self.stream.exchange(pages[0].epoch, messages(), receive)
         return out.reshape(heads, rows, size)
 
-    def _products(self, polynomials: F64, read: Read) -> pb.PageProducts:
-        operands = self._ciphertexts(polynomials)
+    def _products(self, polynomials: F64, read: Read, level: Level) -> pb.PageProducts:
+        operands = self._ciphertexts(polynomials, level)
         return pb.PageProducts(operands=operands, first=read.first, step=read.step, count=read.count)
 
-    def _ciphertexts(self, polynomials: F64) -> pb.Ciphertexts:
+    def _ciphertexts(self, polynomials: F64, level: Level) -> pb.Ciphertexts:
         start = time.perf_counter()
-        seed, c0 = self._key.encrypt(polynomials, parallel=True)
+        seed, c0 = self._key.encrypt(polynomials, level, parallel=True)
         self._timings.lap("attention encrypt", start)
-        return pb.Ciphertexts(count=len(polynomials), seed=seed, c0=c0)
+        return pb.Ciphertexts(count=len(polynomials), seed=seed, c0=c0, primes=level.primes)
 
     def _cuts(
-        self, rows: int, pages: int, read: Read, counts: Callable[[int, int], tuple[int, int]]
+        self, rows: int, pages: int, read: Read, level: Level, counts: Callable[[int, int], tuple[int, int]]
     ) -> Iterator[tuple[slice, slice]]:
         """Rows x pages in messages within the limit; ``counts(rows, pages)`` are the ciphertexts up and the answers."""
 
         def fits(some: int, which: int) -> bool:
             up, down = counts(some, which)
             # A page's number takes up to eight bytes of a sum, its operand's up to four.
-            return max(up * _CIPHERTEXT + 16 * some * which, down * read.answer_bytes) <= self._limit
+            sent, read_off = up * level.ciphertext_bytes + 16 * some * which, down * level.answer_bytes(read)
+            return max(sent, read_off) <= self._limit
 
         which = pages
         while which > 1 and not fits(1, which):

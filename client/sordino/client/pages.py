@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sordino.client.rlwe import _popcount21, _random_bytes, _ternary
 from sordino.shared.errors import RangeError
-from sordino.shared.pages import COARSE_BITS, RESULT_BITS, N, Read, montgomery, unpack_answers
+from sordino.shared.pages import COARSE_BITS, KEYS, VALUES, Level, N, Read, montgomery, unpack_answers
 from sordino.shared.rlwe import (
     PAGE_PARAMS,
     SEED_BYTES,
@@ -38,10 +38,10 @@ _BLOCK: Final = 16  # polynomials in one transform
 _MAX_WEIGHT: Final = 2851
 _MAX_SQUARE: Final = 4100.0
 # Norms times scales: a product of two of this size is 0.49 q, so that no coefficient that is read wraps.
-_FULL: Final = math.sqrt(0.49 * PAGE_PARAMS.q)
+_FULL: Final = {level: math.sqrt(0.49 * level.params.q) for level in (KEYS, VALUES)}
 # Standard deviation of a fresh coefficient: the error, and the rounding of the encoder.
 _FRESH: Final = math.sqrt(PAGE_PARAMS.eta / 2 + 1 / 12)
-# The same of an answer, in units of 2^-RESULT_BITS q: roundings of c0, of c1 times s, of c2 times s^2.
+# The same of an answer, in units of 2^-bits q: roundings of c0, of c1 times s, of c2 times s^2.
 _ROUNDING: Final = math.sqrt((1 + 4.0**COARSE_BITS * _MAX_WEIGHT + _MAX_SQUARE**2) / 12)
 
 
@@ -128,14 +128,14 @@ class PageKey:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("a secret key is neither copied nor serialised")
 
-    def encrypt(self, m: F64, *, parallel: bool = False) -> tuple[bytes, bytes]:
-        """A seed and the packed c0 ``[3, C, N]`` of ciphertexts of ``m [C, N]``, which is overwritten.
+    def encrypt(self, m: F64, level: Level, *, parallel: bool = False) -> tuple[bytes, bytes]:
+        """A seed and the packed c0 ``[primes, C, N]`` of ciphertexts of ``m [C, N]``, which is overwritten.
 
         Args:
             m: polynomials as rows, |m| < 2^45; rounded here.
         """
         count, seed = m.shape[0], os.urandom(SEED_BYTES)
-        c1 = expand_uniform(seed, 0, (count, N), PAGE_PARAMS)
+        c1 = expand_uniform(seed, 0, (count, N), level.params)
         _add_noise(m, np.frombuffer(_random_bytes(8 * m.size), np.uint64).reshape(m.shape))
         c0 = np.empty(c1.shape, np.uint32)
         blocks = -(-count // _BLOCK)
@@ -143,15 +143,15 @@ class PageKey:
         def work(first: int, stop: int) -> None:
             # Tasks are (block, prime): the blocks alone would be too few for two threads.
             for task in range(first, stop):
-                block, i = divmod(task, len(_PRIMES))
+                block, i = divmod(task, level.primes)
                 q, (w, ws, _, _) = _PRIMES[i], twiddles(PAGE_PARAMS, i)
                 start, end = _BLOCK * block, min(_BLOCK * (block + 1), count)
                 _encrypt(m, c1[i], self._negated[i], w, ws, q, *montgomery(q), start, end, c0[i])
 
-        in_halves(work, blocks * len(_PRIMES), parallel)
+        in_halves(work, blocks * level.primes, parallel)
         return seed, pack(c0)
 
-    def decrypt(self, packed: tuple[bytes, bytes, bytes], answers: int, read: Read) -> F64:
+    def decrypt(self, packed: tuple[bytes, bytes, bytes], answers: int, read: Read, level: Level) -> F64:
         """The coefficients that are read, as fractions of q in [-1/2, 1/2): ``[answers, read.count]``.
 
         c1*s and c2*s^2 are needed at few positions: one matrix product with rows of s and s^2. Its sums reach 2^55, so
@@ -160,12 +160,12 @@ class PageKey:
         Raises:
             ProtocolError: the answer has another size.
         """
-        c0, c1, c2 = unpack_answers(packed, answers, read)
+        c0, c1, c2 = unpack_answers(packed, answers, read, level)
         both = np.empty((answers, 2 * N))
-        _centred(c1, RESULT_BITS - COARSE_BITS, both[:, :N])
-        _centred(c2, RESULT_BITS, both[:, N:])
+        _centred(c1, level.bits - COARSE_BITS, both[:, :N])
+        _centred(c2, level.bits, both[:, N:])
         value = c0.astype(np.float64) + both @ self._rows(read).T
-        value *= 2.0**-RESULT_BITS
+        value *= 2.0**-level.bits
         return np.asarray(value - np.rint(value), np.float64)
 
     def _rows(self, read: Read) -> F64:
@@ -180,24 +180,24 @@ class PageKey:
 
 
 # -- encoding --------------------------------------------------------------------------------------------------------
-# C polynomials at a time. A scale is _FULL / bound: for a page the largest norm of a key, or of a column of values; for
-# a query its norm. So by Cauchy-Schwarz nothing that is read reaches q/2, whatever the outliers.
+# C polynomials at a time. A scale is _FULL of the level over a bound: for a page the largest norm of a key, or of a
+# column of values; for a query its norm. So by Cauchy-Schwarz nothing that is read reaches q/2, whatever the outliers.
 
 
 def encode_keys(keys: F64) -> tuple[F64, F64]:
     """Keys ``[C, tokens, d]`` as polynomials ``[C, N]``, and their scales ``[C]``."""
-    return _placed(keys.reshape(len(keys), -1), np.linalg.norm(keys, axis=2).max(axis=1), "keys")
+    return _placed(keys.reshape(len(keys), -1), np.linalg.norm(keys, axis=2).max(axis=1), KEYS, "keys")
 
 
 def encode_values(values: F64) -> tuple[F64, F64]:
     """Values ``[C, tokens, d]`` as polynomials ``[C, N]``, and their scales ``[C]``."""
     columns = values.transpose(0, 2, 1).reshape(len(values), -1)
-    return _placed(columns, np.linalg.norm(values, axis=1).max(axis=1), "values")
+    return _placed(columns, np.linalg.norm(values, axis=1).max(axis=1), VALUES, "values")
 
 
 def encode_queries(queries: F64) -> tuple[F64, F64]:
     """Queries ``[C, d]`` as polynomials ``[C, N]``, and their scales ``[C]``."""
-    return _placed(queries[:, ::-1], np.linalg.norm(queries, axis=1), "queries")
+    return _placed(queries[:, ::-1], np.linalg.norm(queries, axis=1), KEYS, "queries")
 
 
 def encode_probabilities(weights: F64, scales: F64) -> tuple[F64, F64]:
@@ -207,25 +207,25 @@ def encode_probabilities(weights: F64, scales: F64) -> tuple[F64, F64]:
     ``scales [C, P]``, times that of the probabilities. By Cauchy-Schwarz an output is at most the sum over pages of
     ||p|| times the largest norm of a column.
     """
-    total = (np.linalg.norm(weights, axis=2) * (_FULL / scales)).sum(axis=1)
-    common = _FULL**2 / np.where(total > 0, total, 1.0)
+    total = (np.linalg.norm(weights, axis=2) * (_FULL[VALUES] / scales)).sum(axis=1)
+    common = _FULL[VALUES] ** 2 / np.where(total > 0, total, 1.0)
     out = np.zeros((*scales.shape, N))
     np.multiply(weights[:, :, ::-1], (common[:, None] / scales)[:, :, None], out=out[:, :, : weights.shape[2]])
     return out, common
 
 
-def _placed(coefficients: F64, bounds: F64, what: str) -> tuple[F64, F64]:
+def _placed(coefficients: F64, bounds: F64, level: Level, what: str) -> tuple[F64, F64]:
     if not np.isfinite(bounds).all():
         raise RangeError(f"{what} have NaN or infinite values: nothing was sent")
-    scales = _FULL / np.where(bounds > 0, bounds, 1.0)
+    scales = _FULL[level] / np.where(bounds > 0, bounds, 1.0)
     out = np.zeros((len(coefficients), N))
     np.multiply(coefficients, scales[:, None], out=out[:, : coefficients.shape[1]])
     return out, scales
 
 
-def decoded(fractions: F64, scale: F64) -> F64:
+def decoded(fractions: F64, scale: F64, level: Level) -> F64:
     """Decrypted coefficients (fractions of q) as scores or outputs; ``scale`` is the product of both factors'."""
-    return np.asarray(fractions * (PAGE_PARAMS.q / scale), np.float64)
+    return np.asarray(fractions * (level.params.q / scale), np.float64)
 
 
 # -- error -----------------------------------------------------------------------------------------------------------
@@ -234,14 +234,17 @@ def decoded(fractions: F64, scale: F64) -> F64:
 def score_error(tokens: int, bound: float) -> float:
     """Standard deviation of a score, for the product ``bound`` of the query's norm and the largest norm of a key.
 
-    Scaled by ``_FULL`` / norm each, the plaintexts have norms of at most sqrt(tokens) and 1 times ``_FULL``. Their
+    Scaled to ``_FULL`` each, the plaintexts have norms of at most sqrt(tokens) and 1 times ``_FULL``. Their
     product carries the noise of each times the other, and the product of both noises; then the answer is rounded.
     """
-    fresh = _FRESH * math.sqrt((tokens + 1) * _FULL**2 + _FRESH**2 * N) / PAGE_PARAMS.q
-    return bound / 0.49 * math.hypot(fresh, _ROUNDING * 2.0**-RESULT_BITS)
+    return _error(tokens, 1, bound, KEYS)
 
 
 def output_error(head_size: int, pages: int, bound: float) -> float:
     """Standard deviation of an output, for the ``bound`` sum_k ||p_k|| ||largest column of V_k||; as above."""
-    fresh = _FRESH * math.sqrt((pages * head_size + 1) * _FULL**2 + pages * _FRESH**2 * N) / PAGE_PARAMS.q
-    return bound / 0.49 * math.hypot(fresh, _ROUNDING * 2.0**-RESULT_BITS)
+    return _error(head_size, pages, bound, VALUES)
+
+
+def _error(rows: int, pages: int, bound: float, level: Level) -> float:
+    fresh = _FRESH * math.sqrt((pages * rows + 1) * _FULL[level] ** 2 + pages * _FRESH**2 * N) / level.params.q
+    return bound / 0.49 * math.hypot(fresh, _ROUNDING * 2.0**-level.bits)

@@ -18,20 +18,19 @@ from numba import njit
 from numpy.typing import NDArray
 
 from sordino.shared.errors import KvEvictedError, LimitError, ProtocolError
-from sordino.shared.pages import COARSE_BITS, RESULT_BITS, N, Read, montgomery
-from sordino.shared.rlwe import PAGE_PARAMS, U32, U64, in_halves, inverse_stages, twiddles
+from sordino.shared.pages import COARSE_BITS, Level, N, Read, montgomery
+from sordino.shared.rlwe import U32, U64, RlweParams, in_halves, inverse_stages, twiddles
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
-PAGE_BYTES: Final = 2 * len(PAGE_PARAMS.primes) * N * 4  # both halves, a residue in four bytes
 _LANES: Final = 16  # polynomials in one transform
 
 
 @cache
-def _tables() -> tuple[U32, U32, U64, U64, F64]:
+def _tables(params: RlweParams) -> tuple[U32, U32, U64, U64, F64]:
     """For each prime: inverse twiddles and their quotients, (q, -q^-1), the last factor with its quotient, and 1/q."""
-    q, params = PAGE_PARAMS.q, PAGE_PARAMS
+    q = params.q
     powers = [twiddles(params, i)[2:] for i in range(len(params.primes))]
     moduli, last = [], []
     for prime in params.primes:
@@ -146,12 +145,18 @@ def _evaluate(
 
 
 def evaluate(
-    operands: U32, pages: U32, sums: Sequence[Sequence[tuple[int, int]]], read: Read, *, parallel: bool = False
+    operands: U32,
+    pages: U32,
+    sums: Sequence[Sequence[tuple[int, int]]],
+    read: Read,
+    level: Level,
+    *,
+    parallel: bool = False,
 ) -> tuple[U64, U64, U64]:
-    """Sums of products of ciphertexts, switched to 2^RESULT_BITS.
+    """Sums of products of ciphertexts, switched to 2^bits of their level.
 
     Args:
-        operands, pages: ``[count, 2 halves, 3 primes, N]`` residues in NTT form.
+        operands, pages: ``[count, 2 halves, primes, N]`` residues in NTT form.
         sums: for each answer which operand times which page, added up.
         parallel: use two threads.
 
@@ -162,10 +167,11 @@ def evaluate(
     starts = np.cumsum([0, *(len(terms) for terms in sums)], dtype=np.int64)
     out0 = np.empty((len(sums), read.count), np.uint64)
     out1, out2 = (np.empty((len(sums), N), np.uint64) for _ in range(2))
-    bits, where = (RESULT_BITS, RESULT_BITS - COARSE_BITS), (read.first, read.step, read.count)
+    bits, where = (level.bits, level.bits - COARSE_BITS), (read.first, read.step, read.count)
+    tables = _tables(level.params)
 
     def work(block: int, stop: int) -> None:
-        _evaluate(operands, pages, pairs, starts, *_tables(), where, bits, block, stop, out0, out1, out2)
+        _evaluate(operands, pages, pairs, starts, *tables, where, bits, block, stop, out0, out1, out2)
 
     in_halves(work, -(-3 * len(sums) // _LANES), parallel)
     return out0, out1, out2
@@ -183,16 +189,19 @@ class PageSession:
 
     @property
     def size(self) -> int:
-        return PAGE_BYTES * len(self.pages)
+        return sum(page.nbytes for page in self.pages.values())
 
-    def find(self, numbers: Sequence[int]) -> U32:
-        """``[len(numbers), 2, 3, N]``.
+    def find(self, numbers: Sequence[int], level: Level) -> U32:
+        """``[len(numbers), 2, primes, N]``.
 
         Raises:
-            ProtocolError: a page is not there.
+            ProtocolError: a page is not there, or at another level.
         """
-        if gone := [number for number in numbers if number not in self.pages]:
-            raise ProtocolError(f"page {gone[0]} was never appended, or was dropped")
+        for number in numbers:
+            if number not in self.pages:
+                raise ProtocolError(f"page {number} was never appended, or was dropped")
+            if self.pages[number].shape[1] != level.primes:
+                raise ProtocolError(f"page {number} is at another level than the operands of {level.primes} primes")
         return np.stack([self.pages[number] for number in numbers])
 
 
@@ -247,7 +256,7 @@ class PageStore:
                 session.busy, session.used = False, time.monotonic()
 
     def append(self, session: PageSession, first: int, pages: Sequence[U32]) -> None:
-        """Adds pages ``[2, 3, N]`` under the numbers from ``first`` on.
+        """Adds pages ``[2, primes, N]`` under the numbers from ``first`` on.
 
         Raises:
             ProtocolError: these numbers are not the next ones.
@@ -255,7 +264,7 @@ class PageStore:
         """
         if first != session.appended:
             raise ProtocolError(f"page {first} is appended twice or out of order: the next is {session.appended}")
-        size = PAGE_BYTES * len(pages)
+        size = sum(page.nbytes for page in pages)
         with self._lock:
             if session.size + size > self._per_session:
                 raise LimitError(

@@ -26,10 +26,9 @@ from sordino.server.provision import product_of_masks, return_memory
 from sordino.server.store import MatrixStore
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, RangeError, UnknownGroupError
 from sordino.shared.packing import BlockShape, Part
-from sordino.shared.pages import N, Read, pack_answers
+from sordino.shared.pages import LEVELS, Level, N, Read, pack_answers
 from sordino.shared.ring import P
 from sordino.shared.rlwe import (
-    PAGE_PARAMS,
     PARAMS,
     RESIDUE_BITS,
     SEED_BYTES,
@@ -302,8 +301,8 @@ class SordinoService(pb_grpc.SordinoServicer):
             read = Read(wanted.first, wanted.step, wanted.count)
         except ValueError as error:
             raise ProtocolError(str(error)) from None
-        self._bound_answer(len(wanted.sums) * read.answer_bytes)
-        count = wanted.operands.count
+        level, count = _level(wanted.operands), wanted.operands.count
+        self._bound_answer(len(wanted.sums) * level.answer_bytes(read))
         if sum(len(one.pages) for one in wanted.sums) > count + len(wanted.sums):
             raise ProtocolError(f"{count} operands and {len(wanted.sums)} sums have more products than both together")
         numbers = sorted({number for one in wanted.sums for number in one.pages})
@@ -315,11 +314,12 @@ class SordinoService(pb_grpc.SordinoServicer):
             sums.append([(k, place[number]) for k, number in zip(one.operands, one.pages, strict=True)])
         if not sums:
             raise ProtocolError("a request for products without a sum")
-        pages = session.find(numbers)
+        pages = session.find(numbers, level)
         with self._all_cores():
             start = time.perf_counter()
-            answers = evaluate(_ciphertexts(wanted.operands), pages, sums, read, parallel=self._cores > 1)
-        c0, c1, c2 = pack_answers(*answers)
+            operands = _ciphertexts(wanted.operands)
+            answers = evaluate(operands, pages, sums, read, level, parallel=self._cores > 1)
+        c0, c1, c2 = pack_answers(answers, level)
         return pb.AttendResponse(id=request.id, c0=c0, c1=c1, c2=c2, compute_us=_since(start))
 
     def _bound_answer(self, size: int) -> None:
@@ -372,13 +372,20 @@ def _residues(seed: bytes, packed: bytes, shape: tuple[int, ...], params: RlwePa
     return unpack(packed, shape, params)
 
 
+def _level(sent: pb.Ciphertexts) -> Level:
+    if sent.primes not in LEVELS:
+        raise ProtocolError(f"a ciphertext of a page has 2 or 3 primes, not {sent.primes}")
+    return LEVELS[sent.primes]
+
+
 def _ciphertexts(sent: pb.Ciphertexts) -> NDArray[np.uint32]:
-    """``[count, 2 halves, 3 primes, N]``."""
+    """``[count, 2 halves, primes, N]``."""
+    params = _level(sent).params
     if not sent.count:
         raise ProtocolError("a message without a ciphertext")
     # The length is checked first: the other half is made for no more than was sent.
-    c0 = _residues(sent.seed, sent.c0, (len(PAGE_PARAMS.primes), sent.count, N), PAGE_PARAMS)
-    c1 = expand_uniform(sent.seed, 0, (sent.count, N), PAGE_PARAMS)
+    c0 = _residues(sent.seed, sent.c0, (len(params.primes), sent.count, N), params)
+    c1 = expand_uniform(sent.seed, 0, (sent.count, N), params)
     return np.ascontiguousarray(np.stack([c0, c1]).transpose(2, 0, 1, 3))
 
 

@@ -14,9 +14,11 @@ Terms that wrap around fall on powers below d-1 and B-1, which are not read. Bot
 (c0, c1, c2) with c0 + c1*s + c2*s^2 the product of the plaintexts, and is not brought back to two parts: whoever holds
 s multiplies with s^2. There are no evaluation keys.
 
-An answer is switched from q to 2^:data:`RESULT_BITS` in coefficient form: of c0 the coefficients that are read, c1 and
-c2 whole. A rounding of c2 counts times ||s^2|| = 3,860 and one of c1 times ||s|| = 52, so c1 goes with
-:data:`COARSE_BITS` less.
+An answer is switched from q to 2^bits in coefficient form: of c0 the coefficients that are read, c1 and c2 whole. A
+rounding of c2 counts times ||s^2|| = 3,860 and one of c1 times ||s|| = 52, so c1 goes with :data:`COARSE_BITS` less.
+
+Scores can be sums of large terms that cancel, and the softmax takes their error as it is; outputs are averages of
+values. So keys and queries are at the level of three primes, values and probabilities at that of two.
 """
 
 from __future__ import annotations
@@ -24,12 +26,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from sordino.shared.rlwe import PAGE_PARAMS, U64, pack, packed_bytes, unpack_switched
+from sordino.shared.rlwe import PAGE_PARAMS, U64, VALUE_PARAMS, RlweParams, pack, packed_bytes, unpack_switched
 
 N: Final = PAGE_PARAMS.n
-# Modulus of answers: scores are right to 2^-30.4 of the largest that could be (docs/protocol.md).
-RESULT_BITS: Final = 42
 COARSE_BITS: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Both factors of a product are at one level: its parameters, and answers modulo 2^bits."""
+
+    params: RlweParams
+    bits: int
+
+    @property
+    def primes(self) -> int:
+        return len(self.params.primes)
+
+    @property
+    def ciphertext_bytes(self) -> int:
+        """Of a seeded ciphertext."""
+        return packed_bytes(self.primes * N)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of both halves in memory, a residue in four bytes."""
+        return 2 * self.primes * N * 4
+
+    def answer_bytes(self, read: Read) -> int:
+        """Of one answer on its own."""
+        return packed_bytes(read.count, self.bits) + N * (2 * self.bits - COARSE_BITS) // 8
+
+
+# The errors are 2^-30.4 of the largest score, and for eight pages 2^-20.2 of the largest output, that could be
+# (docs/protocol.md).
+KEYS: Final = Level(PAGE_PARAMS, 42)
+VALUES: Final = Level(VALUE_PARAMS, 34)
+LEVELS: Final = {level.primes: level for level in (KEYS, VALUES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +80,6 @@ class Read:
     def __post_init__(self) -> None:
         if min(self.step, self.count) < 1 or self.first < 0 or self.first + self.step * (self.count - 1) >= N:
             raise ValueError(f"{self.count} coefficients from {self.first} in steps of {self.step} are not below {N}")
-
-    @property
-    def answer_bytes(self) -> int:
-        """Bytes of one answer on its own."""
-        return packed_bytes(self.count, RESULT_BITS) + N * (2 * RESULT_BITS - COARSE_BITS) // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +106,20 @@ class PageShape:
         return Read(self.tokens - 1, self.tokens, self.head_size)
 
 
-def pack_answers(c0: U64, c1: U64, c2: U64) -> tuple[bytes, bytes, bytes]:
+def pack_answers(parts: tuple[U64, U64, U64], level: Level) -> tuple[bytes, bytes, bytes]:
     """Answers of one message: ``c0 [R, count]``, ``c1 [R, N]`` (:data:`COARSE_BITS` less), ``c2 [R, N]``."""
-    return pack(c0, RESULT_BITS), pack(c1, RESULT_BITS - COARSE_BITS), pack(c2, RESULT_BITS)
+    c0, c1, c2 = parts
+    return pack(c0, level.bits), pack(c1, level.bits - COARSE_BITS), pack(c2, level.bits)
 
 
-def unpack_answers(packed: tuple[bytes, bytes, bytes], answers: int, read: Read) -> tuple[U64, U64, U64]:
+def unpack_answers(packed: tuple[bytes, bytes, bytes], answers: int, read: Read, level: Level) -> tuple[U64, U64, U64]:
     """The reverse of :func:`pack_answers`.
 
     Raises:
         ProtocolError: a part has another size.
     """
     shapes = ((answers, read.count), (answers, N), (answers, N))
-    bits = (RESULT_BITS, RESULT_BITS - COARSE_BITS, RESULT_BITS)
+    bits = (level.bits, level.bits - COARSE_BITS, level.bits)
     c0, c1, c2 = (unpack_switched(*part) for part in zip(packed, shapes, bits, strict=True))
     return c0, c1, c2
 

@@ -114,8 +114,10 @@ def _is_prime(q: int) -> bool:
 
 
 PARAMS: Final = RlweParams(n=2048, primes=(134176769, 134111233), eta=21)
-# Of pages of the KV cache (sordino.shared.pages): log2 q = 81.0, where the standard allows 109.
+# Of pages of the KV cache (sordino.shared.pages), of keys and of values: log2 q = 81.0 and 54.0, where the standard
+# allows 109.
 PAGE_PARAMS: Final = RlweParams(n=4096, primes=(134176769, 134111233, 134012929), eta=21)
+VALUE_PARAMS: Final = RlweParams(n=4096, primes=PAGE_PARAMS.primes[:2], eta=21)
 
 
 # -- transforms ------------------------------------------------------------------------------------------------------

@@ -6,29 +6,32 @@ import numpy as np
 import pytest
 
 from sordino.server import pages
-from sordino.server.pages import PAGE_BYTES, PageSession, PageStore, evaluate
+from sordino.server.pages import PageSession, PageStore, evaluate
 from sordino.shared.errors import KvEvictedError, LimitError, ProtocolError
-from sordino.shared.pages import COARSE_BITS, RESULT_BITS, N, Read
-from sordino.shared.rlwe import PAGE_PARAMS, intt
+from sordino.shared.pages import COARSE_BITS, KEYS, VALUES, Level, N, Read
+from sordino.shared.rlwe import intt
+
+PAGE_BYTES = KEYS.page_bytes
 
 
-def residues(count: int, seed: int) -> np.ndarray:
+def residues(count: int, seed: int, level: Level) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    parts = [rng.integers(0, q, (count, 2, N), dtype=np.uint32) for q in PAGE_PARAMS.primes]
+    parts = [rng.integers(0, q, (count, 2, N), dtype=np.uint32) for q in level.params.primes]
     return np.ascontiguousarray(np.stack(parts, axis=2))
 
 
+@pytest.mark.parametrize("level", [KEYS, VALUES], ids=["keys", "values"])
 @pytest.mark.parametrize("terms", [1, 15, 16, 40])
-def test_sums_are_those_of_exact_integers(terms: int) -> None:
+def test_sums_are_those_of_exact_integers(terms: int, level: Level) -> None:
     """Rounded from q to the modulus of answers: off by one at most."""
-    operands, stored, read = residues(terms, 1), residues(3, 2), Read(5, 7, 100)
+    operands, stored, read = residues(terms, 1, level), residues(3, 2, level), Read(5, 7, 100)
     sums = [[(k, k % 3) for k in range(terms)], [(0, 2)]]
-    got = evaluate(operands, stored, sums, read)
-    q = PAGE_PARAMS.q
+    got = evaluate(operands, stored, sums, read, level)
+    q = level.params.q
     for r, pairs in enumerate(sums):
         for part in range(3):
             exact = []
-            for i, prime in enumerate(PAGE_PARAMS.primes):
+            for i, prime in enumerate(level.params.primes):
                 total = np.zeros(N, object)
                 for a, b in pairs:
                     x, y = operands[a].astype(object), stored[b].astype(object)
@@ -38,12 +41,12 @@ def test_sums_are_those_of_exact_integers(terms: int) -> None:
                         total += x[part // 2, i] * y[part // 2, i]
                 exact.append((total % prime).astype(np.uint32))
             coefficients = np.stack(exact)[:, :, None].copy()
-            intt(coefficients, PAGE_PARAMS)
+            intt(coefficients, level.params)
             whole = sum(
                 coefficients[i, :, 0].astype(object) * (q // prime) * pow(q // prime, -1, prime)
-                for i, prime in enumerate(PAGE_PARAMS.primes)
+                for i, prime in enumerate(level.params.primes)
             )
-            bits = RESULT_BITS - COARSE_BITS if part == 1 else RESULT_BITS
+            bits = level.bits - COARSE_BITS if part == 1 else level.bits
             wanted = ((whole % q << bits) + q // 2) // q % (1 << bits)
             if part == 0:
                 wanted = wanted[read.first :: read.step][: read.count]
@@ -56,7 +59,8 @@ def page() -> np.ndarray:
 
 
 def test_a_page_takes_what_is_accounted() -> None:
-    assert page().nbytes == PAGE_BYTES
+    assert page().nbytes == KEYS.page_bytes == 98_304
+    assert residues(1, 0, VALUES)[0].nbytes == VALUES.page_bytes == 65_536
 
 
 def test_pages_are_numbered_in_order() -> None:
@@ -67,11 +71,13 @@ def test_pages_are_numbered_in_order() -> None:
             with pytest.raises(ProtocolError, match="twice or out of order"):
                 store.append(session, wrong, [page()])
         store.append(session, 2, [page()])
-        assert session.find([0, 2]).shape == (2, 2, 3, N)
+        assert session.find([0, 2], KEYS).shape == (2, 2, 3, N)
+        with pytest.raises(ProtocolError, match="another level"):
+            session.find([0], VALUES)
         store.drop(session, [1])
         for gone in ([1], [7]):
             with pytest.raises(ProtocolError, match="never appended, or was dropped"):
-                session.find(gone)
+                session.find(gone, KEYS)
             with pytest.raises(ProtocolError, match="never appended, or was dropped"):
                 store.drop(session, gone)
         with pytest.raises(ProtocolError, match="twice"):

@@ -157,14 +157,16 @@ class AttendRequest(_message.Message):
     def __init__(self, id: _Optional[int] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., append: _Optional[_Union[PageAppend, _Mapping]] = ..., drop: _Optional[_Union[PageDrop, _Mapping]] = ..., products: _Optional[_Union[PageProducts, _Mapping]] = ...) -> None: ...
 
 class Ciphertexts(_message.Message):
-    __slots__ = ("count", "seed", "c0")
+    __slots__ = ("count", "seed", "c0", "primes")
     COUNT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     C0_FIELD_NUMBER: _ClassVar[int]
+    PRIMES_FIELD_NUMBER: _ClassVar[int]
     count: int
     seed: bytes
     c0: bytes
-    def __init__(self, count: _Optional[int] = ..., seed: _Optional[bytes] = ..., c0: _Optional[bytes] = ...) -> None: ...
+    primes: int
+    def __init__(self, count: _Optional[int] = ..., seed: _Optional[bytes] = ..., c0: _Optional[bytes] = ..., primes: _Optional[int] = ...) -> None: ...
 
 class PageAppend(_message.Message):
     __slots__ = ("first", "pages")
