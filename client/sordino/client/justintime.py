@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from sordino.client.blocks import Round, rounds
+from sordino.client.interrupts import interrupts
 from sordino.client.pool import CheckVector
 from sordino.client.prg import random_key, uniform_mod_p
 from sordino.client.provision import verify
@@ -114,7 +115,7 @@ class JustInTime:
         if os.getpid() != self._pid:
             raise PoolError("masks do not pass a fork, they would be used twice: connect again in this process")
         index = self._index[group]
-        with self._changed:
+        with interrupts, self._changed:
             if index <= self._last:
                 self._pass_rows = AHEAD_ROWS
             self._last, self._pass_rows = index, max(self._pass_rows, rows)
@@ -128,7 +129,8 @@ class JustInTime:
                     raise error
                 if self._closed:
                     raise SessionLostError("the session is closed")
-                self._changed.wait()
+                interrupts.check()
+                self._changed.wait(0.5)
             self._waiting_for = None
             taken = self._stocks[index].take(rows)
             self._changed.notify_all()
@@ -141,7 +143,7 @@ class JustInTime:
 
     def close(self) -> None:
         """Stops; masks that were not used are dropped."""
-        with self._changed:
+        with interrupts, self._changed:
             self._closed = True
             self._changed.notify_all()
         self._stream.close()

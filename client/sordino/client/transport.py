@@ -20,6 +20,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from sordino.client.interrupts import interrupts
 from sordino.client.timings import Timings
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
@@ -161,7 +162,8 @@ class Connection:
         """The messages of a stream until it ends, each waited for by ``timeout_s`` at most."""
         try:
             while True:
-                with watchdog.watching(call):
+                interrupts.check()
+                with interrupts, watchdog.watching(call):
                     answer = next(call, None)
                 if answer is None:
                     return
@@ -193,26 +195,28 @@ class Connection:
         Raises:
             SessionLostError: the connection was closed meanwhile.
         """
-        done: Callable[[], object] = progress or (lambda: self._fetched)
-        before, tries, deadline = done(), 0, math.inf
-        while True:
-            try:
-                return self._attempt(attempt)
-            except (HandshakeError, SessionLostError):
-                raise
-            except TransportError as error:
-                if (now := done()) != before:
-                    before, tries, deadline = now, 0, math.inf
-                pause = _BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)]
-                deadline = min(deadline, time.monotonic() + self.retry_s)
-                if time.monotonic() + pause > deadline:
+        with interrupts:
+            done: Callable[[], object] = progress or (lambda: self._fetched)
+            before, tries, deadline = done(), 0, math.inf
+            while True:
+                try:
+                    return self._attempt(attempt)
+                except (HandshakeError, SessionLostError):
                     raise
-                if tries == _QUIET_TRIES:
-                    log.warning("the server is away, trying for up to %g s: %s", self.retry_s, error)
-            self.traffic.retries += 1
-            tries += 1
-            self._closed.wait(pause)
-            self._wait_for_connection(min(1.0, max(0.0, deadline - time.monotonic())))
+                except TransportError as error:
+                    interrupts.check()
+                    if (now := done()) != before:
+                        before, tries, deadline = now, 0, math.inf
+                    pause = _BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)]
+                    deadline = min(deadline, time.monotonic() + self.retry_s)
+                    if time.monotonic() + pause > deadline:
+                        raise
+                    if tries == _QUIET_TRIES:
+                        log.warning("the server is away, trying for up to %g s: %s", self.retry_s, error)
+                self.traffic.retries += 1
+                tries += 1
+                self._closed.wait(pause)
+                self._wait_for_connection(min(1.0, max(0.0, deadline - time.monotonic())))
 
     def _attempt(self, attempt: Callable[[], T]) -> T:
         """``attempt()`` with errors of this tree: gRPC's own stay here, and after :meth:`close` there is but one."""
@@ -237,8 +241,9 @@ class Connection:
 
     def close(self) -> None:
         """Ends all calls, in whichever thread they wait, and all retrying. May be called again."""
-        self._closed.set()
-        self._channel.close()
+        with interrupts:
+            self._closed.set()
+            self._channel.close()
 
 
 class EvaluationStream:
@@ -285,7 +290,7 @@ class EvaluationStream:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def close(self) -> None:
-        with self._lock:
+        with interrupts, self._lock:
             self._closed = True
             self._hang_up()
         self._watchdog.close()
@@ -399,12 +404,14 @@ class Watchdog:
         self._call: Call[object] | None = None
         self._cancelled: Call[object] | None = None
         self._since = 0.0
+        self._of_main_thread = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def watching(self, call: Call[object]) -> Watchdog:
         """A context in which ``call`` is waited for; when it was cancelled here, the error says so."""
         self._since = time.monotonic()
+        self._of_main_thread = threading.current_thread() is threading.main_thread()
         self._call = call
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sordino-watchdog", daemon=True)
@@ -429,7 +436,9 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stop.wait(min(0.5, self._timeout_s / 4)):
             call, since = self._call, self._since
-            if call is not None and time.monotonic() - since > self._timeout_s:
+            if call is not None and self._of_main_thread and interrupts.noted:
+                call.cancel()
+            elif call is not None and time.monotonic() - since > self._timeout_s:
                 log.warning("no answer for %g s: the stream is cancelled and opened again", self._timeout_s)
                 self._cancelled = call
                 call.cancel()
