@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from platformdirs import user_cache_path
 
@@ -69,7 +70,7 @@ def fetch_bundle(connection: Connection, *, cache: Path | None = None, progress:
     total, there = sum(spec.size for spec in files.values()), 0
     # One download at a time: a second process waits, then finds the files.
     with open(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _wait_for(lock, folder, connection.timeout_s)
         for name, spec in files.items():
             path = folder / name
             if not (path.is_file() and sha256_file(path) == spec):
@@ -79,6 +80,26 @@ def fetch_bundle(connection: Connection, *, cache: Path | None = None, progress:
                 progress(there, total)
     _check_untrusted(folder)
     return folder
+
+
+def _wait_for(lock: IO[str], folder: Path, timeout_s: float) -> None:
+    """Takes the lock, or waits while its holder gets on: a stopped process must not hold up all others."""
+    seen, deadline = -1, 0.0
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            there = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+            if there != seen:
+                seen, deadline = there, time.monotonic() + timeout_s
+            elif time.monotonic() > deadline:
+                raise BundleError(
+                    f"another process fetches this bundle and has got nowhere for {timeout_s:.0f} s: end it, or use "
+                    "another cache folder"
+                ) from None
+            time.sleep(0.1)
+        else:
+            return
 
 
 def _offset(progress: BundleProgress | None, base: int, total: int) -> Callable[[int], None]:

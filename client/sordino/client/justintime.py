@@ -11,7 +11,6 @@ guess of the prompt. Here nothing is decrypted under a key once a mask made with
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from typing import Final
 import numpy as np
 
 from sordino.client.blocks import Round, rounds
+from sordino.client.forks import this_process
 from sordino.client.interrupts import interrupts
 from sordino.client.pool import CheckVector
 from sordino.client.prg import random_key, uniform_mod_p
@@ -102,7 +102,7 @@ class JustInTime:
         self._error: SordinoError | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
+        self._pid = this_process()
 
     def take(self, group: str, rows: int) -> tuple[U32, U32]:
         """Masks r ``[rows, n]`` and W r ``[rows, m]`` that nobody was given before; waits until they are made.
@@ -112,7 +112,7 @@ class JustInTime:
             PoolError: this process is a fork of the one that began.
             SordinoError: they could not be made.
         """
-        if os.getpid() != self._pid:
+        if this_process() != self._pid:
             raise PoolError("masks do not pass a fork, they would be used twice: connect again in this process")
         index = self._index[group]
         with interrupts, self._changed:

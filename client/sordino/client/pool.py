@@ -36,6 +36,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from sordino.client.forks import this_process
 from sordino.client.ledger import Ledger, crash_point, default_state_dir, disk_errors, make_private_dir, remove
 from sordino.client.poolfile import CHUNK, OWN_FILE, BatchKeys, Layout
 from sordino.client.poolstore import CheckVector, Chunk, Store
@@ -76,7 +77,7 @@ class MaskPool:
         self._checks: dict[str, CheckVector] = {}
         self._ended: str | None = None
         self._lock = threading.Lock()  # taken before the host-wide lock, never while holding it
-        self._pid = os.getpid()
+        self._pid = this_process()
         _live.add(self)
 
     # -- opening and closing -----------------------------------------------------------------------------------------
@@ -250,7 +251,7 @@ class MaskPool:
                 disk is full, or the pool is closed.
             PoolForeignError: the ledger lost the pool meanwhile.
         """
-        if self._pid != os.getpid():
+        if self._pid != this_process():
             self._own_process()
         with self._lock:
             cursor = self._cursor(group)
@@ -369,10 +370,10 @@ class MaskPool:
 
     def _own_process(self) -> None:
         """In a forked child: what the parent reserved is the parent's."""
-        if self._pid != os.getpid():
+        if self._pid != this_process():
             self._lock = threading.Lock()  # a thread that does not exist here may hold it
             self._drop_chunks()
-            self._pid = os.getpid()
+            self._pid = this_process()
 
     def _drop_chunks(self) -> None:
         for cursor in self._cursors.values():

@@ -13,6 +13,7 @@ from typing import Final, Self
 
 import numpy as np
 
+from sordino.client.forks import this_process
 from sordino.client.ledger import (
     disk_errors,
     free_bytes,
@@ -58,7 +59,7 @@ class BatchWriter:
         self._groups: dict[str, tuple[int, GroupSpec]] = {g.name: (i, g) for i, g in enumerate(layout.groups)}
         self._written: set[str] = set()
         self._folder = folder
-        self._pid = os.getpid()
+        self._pid = this_process()
         self._open = True
         self._bytes = slots // CHUNK * layout.stride
         self._keys: list[ChunkKeys] = []
@@ -131,7 +132,7 @@ class BatchWriter:
 
     def abort(self) -> None:
         """Drops the batch. May be called again, and after :meth:`commit`, when it does nothing."""
-        if self._open and self._pid == os.getpid():  # a forked child leaves its parent's file alone
+        if self._open and self._pid == this_process():  # a forked child leaves its parent's file alone
             with contextlib.suppress(OSError):  # the next new batch removes what stays
                 self._part.unlink(missing_ok=True)
         self._end()
@@ -142,7 +143,7 @@ class BatchWriter:
         self._file.close()
 
     def _find(self, group: str) -> tuple[int, GroupSpec]:
-        if not self._open or self._pid != os.getpid():
+        if not self._open or self._pid != this_process():
             raise PoolError("the batch of masks is finished, or was begun by another process")
         try:
             return self._groups[group]

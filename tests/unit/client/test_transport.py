@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from sordino.client.transport import Connection, EvaluationStream
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server.tls import make_certificates
-from sordino.shared.errors import AuthError, ProtocolError, SessionLostError, TransportError
+from sordino.shared.errors import AuthError, BundleError, ProtocolError, SessionLostError, TransportError
 from sordino.shared.manifest import ModelManifest
 
 NOWHERE = "grpc://127.0.0.1:9"
@@ -354,3 +355,14 @@ def test_a_ca_file_with_remarks(tmp_path: Path) -> None:
     ca.write_bytes(b"# f\xfcr die Pr\xfcfung\r\n" + ca.read_bytes())
     with pytest.raises(TransportError, match="nothing listens"):
         Connection(NOWHERE.replace("grpc:", "grpcs:"), ca=ca, retry_s=0)
+
+
+def test_a_stopped_process_does_not_hold_up_others(fake: Fake, link: Callable[..., Connection], tmp_path: Path) -> None:
+    connection = link(timeout_s=0.5)
+    folder = tmp_path / connection.manifest.fingerprint
+    folder.mkdir(parents=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(BundleError, match="another process fetches this bundle"):
+            fetch_bundle(connection, cache=tmp_path)
+    assert not fake.calls
