@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
@@ -102,7 +103,7 @@ def run_linear(
     groups = distinct_shapes(manifest)
     matrices = load_matrices(bundle, manifest, groups)
     result: dict[str, Any] = {
-        "machine": machine(),
+        "machine": machine() | {"load_before": round(psutil.getloadavg()[0], 2)},
         "model": manifest.model_name,
         "planned_for_mbit": _MBIT,
         "results": [],
@@ -347,9 +348,9 @@ def _show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     planned = [entry for entry in result["results"] if "predicted_ms" in entry]
     if planned:
-        table = Table(title="rlwe in ms: measured, some of its parts, and the two prices it is planned by")
-        network = f"at {result['planned_for_mbit']:,.0f} Mbit/s"
-        for column in ("product", "measured", *_STEPS, "no network", network):
+        planned_by = f"the price it is planned by: blocks, and their bytes at {result['planned_for_mbit']:,.0f} Mbit/s"
+        table = Table(title=f"rlwe in ms, some of its parts, and {planned_by}")
+        for column in ("product", "ms", *_STEPS, "blocks", "+ bytes"):
             left = column == "product"
             table.add_column(column, justify="left" if left else "right", no_wrap=left)
         for entry in planned:
