@@ -40,6 +40,7 @@ def interrupting(wait: Callable[[], float]) -> Iterator[None]:
             sender.join()
 
 
+@pytest.mark.slow  # sixty interrupts each, at whatever moment the machine gives
 @pytest.mark.parametrize("protocol", ["masked", "auto", "rlwe"])
 def test_interrupts_at_random_moments(server: ServerProcess, tmp_path: Path, protocol: str) -> None:
     pool = {"pool": tmp_path / "pool", "state_dir": tmp_path / "client-state"} if protocol == "auto" else {}

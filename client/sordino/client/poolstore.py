@@ -133,7 +133,7 @@ class Store:
             chain.discard()
             raise
         crash_point("reserve: mark written")
-        mark.publish()
+        mark.publish(overwrite_old=True)  # a hard link to it, as some backups make, must not bring it back
         crash_point("reserve: mark advanced")
         chain.publish(overwrite_old=True)
         crash_point("reserve: chain advanced")

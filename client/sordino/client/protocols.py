@@ -69,7 +69,7 @@ class MaskedProtocol:
 
     def apply(self, group: GroupSpec, rows: I32) -> I32:
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)  # not the frames, and tensors, of all who met it before
         timings, now = self._timings, time.perf_counter()
         r, wr = self._keeper.take(group.name, rows.shape[0])
         now = timings.lap("masks", now)
@@ -138,7 +138,7 @@ class RlweProtocol:
 
     def apply(self, group: GroupSpec, rows: I32) -> I32:
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)  # not the frames, and tensors, of all who met it before
         timings, now = self._timings, time.perf_counter()
         x = np.empty(rows.shape, np.uint32)
         to_ring(rows, x)

@@ -30,6 +30,7 @@ from sordino.shared.errors import (
     IntegrityError,
     LimitError,
     ProtocolError,
+    RangeError,
     SessionLostError,
     TransportError,
 )
@@ -100,6 +101,10 @@ class Connection:
         timeout_s: float = 60,
         retry_s: float = 60,
     ) -> None:
+        for name, seconds in (("timeout_s", timeout_s), ("retry_s", retry_s)):
+            # Not longer than a lock can wait; and a comparison with NaN is never true.
+            if not (0 if name == "retry_s" else 1e-3) <= seconds <= threading.TIMEOUT_MAX:
+                raise RangeError(f"{name} is a number of seconds, not {seconds}")
         self.target = target
         self.timeout_s = timeout_s
         self.retry_s = retry_s
@@ -132,6 +137,8 @@ class Connection:
         for chunk in self._answers(call, Watchdog(self.timeout_s)):
             if chunk.offset != position:
                 raise ProtocolError(f"the server sent {name!r} out of order")
+            if not chunk.data:
+                raise ProtocolError(f"the server sent a part of {name!r} with nothing in it")
             position += len(chunk.data)
             self._fetched += len(chunk.data)
             self.traffic.count("bundle", down=chunk.ByteSize())

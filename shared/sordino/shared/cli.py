@@ -46,8 +46,10 @@ def main() -> None:
     try:
         build()()
     except SordinoError as error:
+        # It can be a server's text: no control sequences for the terminal.
+        text = "".join(c if c.isprintable() else " " for c in str(error))
         Console(stderr=True).print(
-            f"[bold red]error:[/] {type(error).__name__}: {escape(str(error))}", highlight=False, soft_wrap=True
+            f"[bold red]error:[/] {type(error).__name__}: {escape(text)}", highlight=False, soft_wrap=True
         )
         sys.exit(1)
     except ModuleNotFoundError as error:

@@ -61,6 +61,8 @@ _NO_TLS: Final = "TLS was spoken to a port without TLS: use grpc:// for a server
 _HINTS: Final = (
     ("certificate_verify_failed", _BAD_CERTIFICATE, False),
     ("certificate verify failed", _BAD_CERTIFICATE, False),
+    ("dns resolution failed", "the host name cannot be resolved: is it spelt right, is there a network?", True),
+    ("hostname lookup", "the host name cannot be resolved: is it spelt right, is there a network?", True),
     ("hostname", "the server's certificate is for another host name", False),
     ("wrong version number", _NO_TLS, False),
     ("wrong_version_number", _NO_TLS, False),

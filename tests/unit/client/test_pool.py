@@ -352,6 +352,24 @@ def test_an_interruption_loses_rows_and_repeats_none(
     assert_no_repeats(lines)
 
 
+def test_a_backup_of_hard_links_does_not_bring_masks_back(tmp_path: Path) -> None:
+    """Also where the ledger was linked and put back: what it says of used masks was overwritten in place."""
+    place = tmp_path / "pool", tmp_path / "ledger"
+    with MaskPool.create(place[0], manifest(), state_dir=place[1]) as pool:
+        fill(pool, 640)
+        lines = take_checked(pool, "g0", 1)
+    shutil.copytree(place[0], tmp_path / "pool.bak")
+    shutil.copytree(place[1], tmp_path / "ledger.bak", copy_function=os.link)
+    with MaskPool.open_or_create(place[0], manifest(), state_dir=place[1]) as pool:
+        lines += take_checked(pool, "g0", 1)
+    for folder in place:
+        shutil.rmtree(folder)
+        folder.with_suffix(".bak").rename(folder)
+    with pytest.raises(PoolError):
+        MaskPool.open_or_create(place[0], manifest(), state_dir=place[1])
+    assert_no_repeats(lines)
+
+
 def test_durable_before_handed_out(open_pool: Callable[..., MaskPool], monkeypatch: pytest.MonkeyPatch) -> None:
     """What a power cut needs: contents synced before the rename, the folder after it, the ledger before the pool."""
     events: list[str] = []
@@ -378,11 +396,12 @@ def test_durable_before_handed_out(open_pool: Callable[..., MaskPool], monkeypat
         monkeypatch.setattr(Path, "replace", replace)
         monkeypatch.setattr(ledger, "sync_dir", sync_dir)
         pool.take("g0", 1)
-        assert events[:6] == [
+        assert events[:7] == [
             "sync pool new",
             "sync ledger new",
             "rename ledger",
             "sync folder ledger",
+            "sync ledger old",  # overwritten, in case a hard link kept it
             "rename pool",
             "sync folder pool",
         ]
