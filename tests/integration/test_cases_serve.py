@@ -155,3 +155,15 @@ def test_a_malformed_token_file(run: Run, tmp_path: Path) -> None:
     outcome = run("token", "somebody")
     assert (outcome.code, outcome.out, "malformed" in outcome.err) == (1, "", True)
     assert "Traceback" not in outcome.err
+
+
+def test_files_that_were_there_become_private(run: Run, bundles: Callable[..., Path], tmp_path: Path) -> None:
+    """A key is never written into a file that others may read."""
+    state = tmp_path / "state"
+    state.mkdir()
+    for name in ("server.key", "token"):
+        (state / name).touch(0o644)
+        (state / name).chmod(0o644)
+    (state / "server.key").unlink()
+    assert run("serve", bundles("llama")).out == "served\n"
+    assert [(state / name).stat().st_mode & 0o777 for name in ("server.key", "token")] == [0o600, 0o600]

@@ -133,6 +133,7 @@ def serve(
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
         first = TokenFile(tokens).issue("first")
         with open(os.open(state / "token", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            os.fchmod(file.fileno(), 0o600)  # also where the file was there
             file.write(first + "\n")
         console.print(f"first client token written to {state / 'token'}")
 

@@ -143,4 +143,5 @@ def _read(path: Path) -> bytes:
 
 def _write(path: Path, data: bytes, mode: int) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        os.fchmod(file.fileno(), mode)  # a file that was there keeps its own otherwise
         file.write(data)
