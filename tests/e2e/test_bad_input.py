@@ -409,7 +409,7 @@ def test_file_of_another_length_on_the_wire(server: ServerProcess, tmp_path: Pat
         return chunk.SerializeToString()
 
     with RecordingProxy(server.target, ca=server.ca, tamper=tamper) as proxy:
-        expected = {"shorter": TransportError, "shifted": ProtocolError}.get(change, BundleError)
+        expected = {"shorter": ProtocolError, "shifted": ProtocolError}.get(change, BundleError)
         with pytest.raises(expected):  # noqa: PT012 - either step may be the one that refuses
             connection = _connection(server, target=proxy.target, ca=None)
             try:

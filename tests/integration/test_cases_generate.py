@@ -524,7 +524,7 @@ def test_fingerprint(link: Link, bundle: Path) -> None:
         link(fingerprint="0" * 64, protocol="clear")
 
 
-@pytest.mark.parametrize("protocol", ["", "MASKED", "plain", "rlwe"])
+@pytest.mark.parametrize("protocol", ["", "MASKED", "plain", "ckks"])
 def test_unknown_protocol(link: Link, protocol: str) -> None:
     with pytest.raises(ProtocolError, match="does not exist"):
         link(protocol=protocol)
