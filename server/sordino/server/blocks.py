@@ -57,11 +57,6 @@ class BlockProducts:
         self._lock = threading.Lock()
         self._kept: dict[tuple[object, ...], _Kept] = {}
 
-    @property
-    def kept_bytes(self) -> int:
-        with self._lock:
-            return sum(kept.size for kept in self._kept.values())
-
     def product(self, matrix: RingMatrix, wanted: Wanted, seed: bytes, c0: U32) -> tuple[U32 | U64, U32 | U64]:
         """Both halves of the answer.
 
