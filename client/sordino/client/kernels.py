@@ -6,9 +6,9 @@ Shapes: R rows, n inputs, m outputs. Ring elements are uint32 in [0, p), integer
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from sordino.shared.jit import compiled
 from sordino.shared.ring import P
 
 U32 = NDArray[np.uint32]
@@ -17,7 +17,7 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def quantise(x: F32, x_max: int, out: I32, scale: F64) -> bool:
     """Rows ``x [R, n]`` to integers of magnitude <= x_max with one scale a row: x ~ out * scale.
 
@@ -40,7 +40,7 @@ def quantise(x: F32, x_max: int, out: I32, scale: F64) -> bool:
     return True
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def dequantise(y: I32, scale: F64, out_scale: F32, bias: F32, out: F32) -> None:
     """``y [R, m]`` times the row's scale and the output's, plus bias (``[m]``, or empty for none)."""
     for r in range(y.shape[0]):
@@ -49,7 +49,7 @@ def dequantise(y: I32, scale: F64, out_scale: F32, bias: F32, out: F32) -> None:
             out[r, i] = np.float32(value + np.float64(bias[i]) if bias.size else value)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def to_ring(x: I32, out: U32) -> None:
     """Centred integers to [0, p)."""
     for r in range(x.shape[0]):
@@ -58,7 +58,7 @@ def to_ring(x: I32, out: U32) -> None:
             out[r, j] = np.uint32(np.int64(v) + P) if v < 0 else np.uint32(v)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def from_ring(y: U32, out: I32) -> None:
     """[0, p) to the centred integers in [-(p-1)/2, (p-1)/2]."""
     for r in range(y.shape[0]):
@@ -67,7 +67,7 @@ def from_ring(y: U32, out: I32) -> None:
             out[r, j] = np.int32(v - P if v > P // 2 else v)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def mask(x: I32, r: U32, out: U32) -> None:
     """u = x - r mod p."""
     for i in range(x.shape[0]):
@@ -77,7 +77,7 @@ def mask(x: I32, r: U32, out: U32) -> None:
             out[i, j] = np.uint32(v + P if v < 0 else v)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def unmask(y: U32, wr: U32, out: I32) -> None:
     """y + W r mod p, centred: exactly W x."""
     for i in range(y.shape[0]):
@@ -87,7 +87,7 @@ def unmask(y: U32, wr: U32, out: I32) -> None:
             out[i, j] = np.int32(v - P if v > P // 2 else v)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def dot_mod_p(vectors: U32, rows: U32, out: U32) -> None:
     """``vectors [k, n]`` times each of ``rows [R, n]`` mod p: ``out [R, k]``.
 
@@ -103,7 +103,7 @@ def dot_mod_p(vectors: U32, rows: U32, out: U32) -> None:
             out[r, k] = np.uint32(acc % np.uint64(P))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def all_in_ring(y: U32) -> bool:
     """Whether every element is below p; a larger one could pass a check mod p under another value."""
     ok = True

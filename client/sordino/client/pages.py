@@ -11,11 +11,11 @@ import os
 from typing import Final, NoReturn
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from sordino.client.rlwe import _popcount21, _random_bytes, _ternary
 from sordino.shared.errors import RangeError
+from sordino.shared.jit import compiled
 from sordino.shared.pages import COARSE_BITS, KEYS, VALUES, Level, N, Read, montgomery, unpack_answers
 from sordino.shared.rlwe import (
     PAGE_PARAMS,
@@ -45,7 +45,7 @@ _FRESH: Final = math.sqrt(PAGE_PARAMS.eta / 2 + 1 / 12)
 _ROUNDING: Final = math.sqrt((1 + 4.0**COARSE_BITS * _MAX_WEIGHT + _MAX_SQUARE**2) / 12)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _add_noise(m: F64, noise: U64) -> None:
     """m += e, centred binomial with eta = 21 from 42 bits of ``noise``, rounded: ``[C, N]``."""
     for c in range(m.shape[0]):
@@ -55,7 +55,7 @@ def _add_noise(m: F64, noise: U64) -> None:
             m[c, i] = np.rint(m[c, i]) + np.float64(e)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _encrypt(
     m: F64, c1: U32, s: U64, w: U32, ws: U32, q: int, q_inv: int, radix: int, first: int, stop: int, c0: U32
 ) -> None:
@@ -88,7 +88,7 @@ def _encrypt(
                 c0[start + c, i] = min(r32, np.uint32(r32 - q32))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _centred(values: U64, bits: int, out: F64) -> None:
     """Values modulo 2^bits, in [-2^(bits-1), 2^(bits-1)), as float64."""
     shift = np.uint64(64 - bits)

@@ -11,9 +11,9 @@ from typing import Final, NoReturn
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from numba import njit
 from numpy.typing import NDArray
 
+from sordino.shared.jit import compiled
 from sordino.shared.ring import P
 from sordino.shared.rlwe import MAX_KEY_WEIGHT, PARAMS, U32, U64, RlweParams, intt, ntt
 
@@ -27,7 +27,7 @@ def _random_bytes(count: int) -> bytes:
     return Cipher(algorithms.AES(os.urandom(32)), modes.CTR(bytes(16))).encryptor().update(bytes(count))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _popcount21(x: int) -> int:
     x = x - ((x >> 1) & 0x155555)
     x = (x & 0x133333) + ((x >> 2) & 0x133333)
@@ -35,7 +35,7 @@ def _popcount21(x: int) -> int:
     return (x + (x >> 8) + (x >> 16)) & 0x1F
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _encode(m: U32, noise: U64, out: U32) -> None:
     """out[i] = (round(q*m/p) + e) mod q_i, e centred binomial with eta = 21 from 42 bits of ``noise``.
 
@@ -53,7 +53,7 @@ def _encode(m: U32, noise: U64, out: U32) -> None:
             out[1, i, j] = np.uint32((x + _Q1) % _Q1)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _mask(c0: U32, c1: U32, s: U32, q: int, sign: int) -> None:
     """c0 += sign * c1 * s mod q, column by column; ``s [n]`` in NTT form."""
     rows, columns = c0.shape
@@ -64,7 +64,7 @@ def _mask(c0: U32, c1: U32, s: U32, q: int, sign: int) -> None:
             c0[i, j] = np.uint32((np.uint64(c0[i, j]) + np.uint64(c1[i, j]) * si) % q64)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _times(c: U32, s: U32, q: int) -> None:
     """c *= s mod q, column by column."""
     for i in range(c.shape[0]):
@@ -73,7 +73,7 @@ def _times(c: U32, s: U32, q: int) -> None:
             c[i, j] = np.uint32(np.uint64(c[i, j]) * si % np.uint64(q))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _decode(d0: U32, d1: U32, out: U32) -> None:
     """round(p*x/q) mod p for x = CRT(d0, d1).
 
@@ -92,7 +92,7 @@ def _decode(d0: U32, d1: U32, out: U32) -> None:
             out[i, j] = np.uint32(y % p)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _residues(c: U64, out: U32) -> None:
     for i in range(c.shape[0]):
         for j in range(c.shape[1]):
@@ -100,7 +100,7 @@ def _residues(c: U64, out: U32) -> None:
             out[1, i, j] = np.uint32(c[i, j] % np.uint64(_Q1))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _decode_switched(d0: U32, d1: U32, c0: U64, positions: NDArray[np.intp], bits: int, out: U32) -> None:
     """round(p (c0 + x) / 2^bits) mod p with x = CRT(d0, d1) centred, at some positions of the polynomials."""
     half, q = np.int64(_Q0) * _Q1 // 2, np.int64(_Q0) * _Q1

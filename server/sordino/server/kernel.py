@@ -19,10 +19,10 @@ from typing import Final, Protocol
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 
 from sordino.shared.errors import ProtocolError
+from sordino.shared.jit import compiled
 from sordino.shared.ring import P, combine_planes
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class RingKernel(Protocol):
         ...
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _digits(rows: U32, out: I8) -> None:
     """Balanced digits ``[4, R, n]``: adding 0x80808080 carries each borrow, then every byte is its digit + 128."""
     for r in range(rows.shape[0]):
@@ -62,7 +62,7 @@ def _digits(rows: U32, out: I8) -> None:
             out[3, r, j] = np.int8(w >> np.uint32(24))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _recombine(sums: I32, out: U32) -> None:
     """``sums [4, R, m]`` to sum_k 256^k s_k mod p; |value| < 2^56, made non-negative by a multiple of p."""
     offset = np.int64(P) << 25
@@ -77,7 +77,7 @@ def _recombine(sums: I32, out: U32) -> None:
             out[r, i] = np.uint32(v - np.uint64(P) if v >= np.uint64(P) else v)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _few_rows(weights: I8, rows: I64, out: U32) -> None:
     """``weights [m, n]`` times ``rows [R, n]`` mod p; |sum| < 2^7 * 2^32 * n, far from 2^63."""
     m, n = weights.shape

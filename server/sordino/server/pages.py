@@ -14,10 +14,10 @@ from functools import cache
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from sordino.shared.errors import KvEvictedError, LimitError, ProtocolError
+from sordino.shared.jit import compiled
 from sordino.shared.pages import COARSE_BITS, Level, N, Read, montgomery
 from sordino.shared.rlwe import U32, U64, RlweParams, in_halves, inverse_stages, twiddles
 
@@ -47,7 +47,7 @@ def _tables(params: RlweParams) -> tuple[U32, U32, U64, U64, F64]:
     )
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _product(
     operands: U32, pages: U32, pairs: I64, part: int, prime: int, q: np.uint64, q_inv: np.uint64, out: U32
 ) -> None:
@@ -74,7 +74,7 @@ def _product(
             out[i] = min(total, np.uint32(total - two_q))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _evaluate(
     operands: U32,
     pages: U32,

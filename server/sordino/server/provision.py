@@ -10,13 +10,13 @@ import ctypes
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 
+from sordino.shared.jit import compiled
 from sordino.shared.rlwe import PARAMS, U32, expand_uniform
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _reduce(sums: NDArray[np.float64], q: float, out: U32) -> None:
     """Exact sums to [0, q): floor by reciprocal may be off by one either way."""
     inverse = 1.0 / q

@@ -23,9 +23,9 @@ from functools import lru_cache
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from sordino.shared.jit import compiled
 from sordino.shared.rlwe import PARAMS, RESIDUE_BITS, U32, RlweParams, each_prime, ntt
 
 I8 = NDArray[np.int8]
@@ -221,7 +221,7 @@ def encode_weights(weights: I8, shape: BlockShape, params: RlweParams = PARAMS, 
     return np.ascontiguousarray(out.transpose(0, 2, 1)).reshape(2, shape.input_blocks, shape.output_blocks, -1)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _lift(weights: I8, q: int, out: U32) -> None:
     for i in range(weights.shape[0]):
         for j in range(weights.shape[1]):
@@ -229,7 +229,7 @@ def _lift(weights: I8, q: int, out: U32) -> None:
             out[i, j] = np.uint32(w + np.int32(q) if w < 0 else w)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _along_points(weights: U32, c: U32, q: int, out: U32) -> None:
     """``weights [I, O, K]``, ``c [2, T, I, K]``, ``out [2, T, O, K]``: a weight is read once for both halves."""
     blocks, outputs, points = weights.shape
@@ -257,7 +257,7 @@ def _along_points(weights: U32, c: U32, q: int, out: U32) -> None:
                     out[1, t, o, first + k] = np.uint32(b[k])
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _along_outputs(weights: U32, c: U32, q: int, out: U32) -> None:
     """``weights [K, I, O]``, ``c [2, K, T, I]``, ``out [2, K, T, O]``: a weight is read once for all rows."""
     points, blocks, outputs = weights.shape
@@ -283,7 +283,7 @@ def _along_outputs(weights: U32, c: U32, q: int, out: U32) -> None:
                     out[half, k, t, o] = np.uint32(acc[half * rows + t, o])
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _turn(a: U32, out: U32) -> None:
     """``a [2, T, O, K]`` to ``out [2, K, T, O]``, sixteen points at a time."""
     _, rows, outputs, points = a.shape

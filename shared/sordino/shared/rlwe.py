@@ -23,10 +23,10 @@ from typing import Any, Final
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from numba import njit
 from numpy.typing import NDArray
 
 from sordino.shared.errors import ProtocolError, RangeError
+from sordino.shared.jit import compiled
 from sordino.shared.ring import P
 
 U8 = NDArray[np.uint8]
@@ -139,7 +139,7 @@ def twiddles(params: RlweParams, index: int) -> tuple[U32, U32, U32, U32]:
     return a, b, c, d
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def forward_stages(buf: U32, w: U32, ws: U32, q: int) -> None:
     """In-place forward NTT of 16 polynomials ``buf [n, 16]``, values < q; negacyclic, bit-reversed output.
 
@@ -183,7 +183,7 @@ def forward_stages(buf: U32, w: U32, ws: U32, q: int) -> None:
                 buf[2 * i + 1, c] = np.uint32(x0 + two_q - r0)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def inverse_stages(buf: U32, w: U32, ws: U32, q: int) -> None:
     """In-place inverse of :func:`forward_stages` (Gentleman-Sande), without the factor 1/n; values < 2q all the way."""
     n = buf.shape[0]
@@ -221,7 +221,7 @@ def inverse_stages(buf: U32, w: U32, ws: U32, q: int) -> None:
                 buf[j + t, c] = np.uint32((w0 * d0 - ((s0 * d0) >> half) * q64) & mask)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _ntt_columns(a: U32, w: U32, ws: U32, q: int) -> None:
     """In-place forward NTT of each column of ``a [n, C]``, values < q; negacyclic, bit-reversed output."""
     n, columns = a.shape
@@ -241,7 +241,7 @@ def _ntt_columns(a: U32, w: U32, ws: U32, q: int) -> None:
                 a[i, start + c] = min(r, np.uint32(r - q32))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _intt_columns(a: U32, w: U32, ws: U32, n_inv: int, n_inv_shoup: int, q: int) -> None:
     """In-place inverse of :func:`_ntt_columns`."""
     n, columns = a.shape
@@ -314,7 +314,7 @@ def intt(a: U32, params: RlweParams = PARAMS, *, parallel: bool = False) -> None
 # -- modulus switching -----------------------------------------------------------------------------------------------
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _switch(d0: U32, d1: U32, inverse: int, q0: int, q1: int, bits: int, out: U64) -> None:
     """round(2^bits x / q) mod 2^bits for x = CRT(d0, d1) = d0 + q0 t, with t = (d1 - d0) q0^-1 mod q1.
 
@@ -341,7 +341,7 @@ def switch(a: U32, bits: int, params: RlweParams = PARAMS) -> U64:
 # -- seeded public randomness ----------------------------------------------------------------------------------------
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _reject(words: U32, q: int, out: U32, filled: int) -> int:
     for word in words:
         if filled == out.size:
@@ -393,7 +393,7 @@ def packed_bytes(count: int, bits: int = RESIDUE_BITS) -> int:
     return -(-count // _GROUP) * bits * 8
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _pack(values: U32 | U64, words: U64, bits: int) -> None:
     lanes = values.shape[1]
     for start in range(0, lanes, 512):
@@ -412,7 +412,7 @@ def _pack(values: U32 | U64, words: U64, bits: int) -> None:
                     words[word + 1, c] = np.uint64(values[k, c]) >> np.uint64(bits - spill)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _unpack(words: U64, values: U32 | U64, bits: int) -> None:
     lanes = values.shape[1]
     mask = np.uint64((1 << bits) - 1)
