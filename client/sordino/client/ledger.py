@@ -10,12 +10,13 @@ All copies of a pool on one host share its ledger entry, so a copy, or an older 
 the furthest of them stopped. A batch that the entry does not list counts as used up, so that entries may be pruned.
 
 Refused (:class:`PoolForeignError`): a pool without an entry here; an entry or a pool made on another machine (machine
-id, host secret); an entry that is not the very file this host wrote: it holds its own inode and generation number, so
+id, host secret); an entry that is not the very file this host wrote: it holds its own inode, birth and generation, so
 a ledger that was copied, or restored from a backup, is noticed.
 
 What no file can stop, since nothing in the files differs: a virtual machine or a file system rolled back to a snapshot
 as a whole, and a clone of the whole machine that keeps the machine id. After either, delete the pools. Where the file
-system tells no generation number, a restored ledger can also get its old inode number and pass.
+system tells neither birth nor generation, a restored ledger can also get its old inode number and pass; the log says so
+when a pool is opened.
 
 Files are for POSIX systems; ``flock`` on a network file system is only as good as that file system.
 """
@@ -47,9 +48,11 @@ from sordino.shared.errors import PoolError, PoolForeignError
 
 FILE_MODE: Final = 0o600
 DIR_MODE: Final = 0o700
-_LOCK_TIMEOUT_S: Final = 60.0
+LOCK_TIMEOUT_S: Final = 60.0
 _FORMAT: Final = 1
 _HANDLE_BYTES: Final = 128  # MAX_HANDLE_SZ
+_AT_FDCWD: Final = -100
+_STATX_BTIME: Final = 0x800
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ID: Final = re.compile(r"^[0-9a-f]{32}$")
 
@@ -160,26 +163,53 @@ def remove(path: Path, *, overwrite: bool = False) -> None:
 
 
 def file_identity(path: Path) -> str:
-    """Inode and, on Linux where the file system has one, the generation that tells apart two files that had the inode.
+    """Inode and, where system and file system tell them, what tells apart two files that had the inode.
 
-    The generation is part of the file handle of name_to_handle_at(2), which lasts over reboots (NFS servers need that).
+    That is the time of birth, which no restored file gets back (statx(2); macOS has it in stat(2)), and on Linux the
+    generation: part of the file handle of name_to_handle_at(2), which lasts over reboots (NFS servers need that).
+    Overlay file systems, the roots of containers, tell the birth alone.
     """
-    identity = str(path.stat().st_ino)
-    if sys.platform == "linux":
-        handle = _FileHandle(_HANDLE_BYTES, 0)
-        mount = ctypes.c_int()
-        libc = ctypes.CDLL(None, use_errno=True)
-        known = getattr(libc, "name_to_handle_at", None)
-        name = os.fsencode(path.absolute())
-        if known is not None and known(-1, name, ctypes.byref(handle), ctypes.byref(mount), 0) == 0:
-            identity += f"-{handle.kind}-{bytes(handle.handle[: handle.size]).hex()}"
-    return identity
+    return "-".join((str(path.stat().st_ino), *_birth(path), *_generation(path)))
+
+
+def _birth(path: Path) -> list[str]:
+    if sys.platform == "darwin":
+        return [f"b{path.stat().st_birthtime}"]
+    statx = getattr(ctypes.CDLL(None), "statx", None)
+    if sys.platform != "linux" or statx is None:
+        return []
+    found = _Statx()
+    if statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_BTIME, ctypes.byref(found)) or not found.mask & _STATX_BTIME:
+        return []
+    return [f"b{found.birth_s}.{found.birth_ns:09d}"]
+
+
+def _generation(path: Path) -> list[str]:
+    known = getattr(ctypes.CDLL(None), "name_to_handle_at", None)
+    if sys.platform != "linux" or known is None:
+        return []
+    handle, mount = _FileHandle(_HANDLE_BYTES, 0), ctypes.c_int()
+    if known(_AT_FDCWD, os.fsencode(path), ctypes.byref(handle), ctypes.byref(mount), 0):
+        return []
+    return [str(handle.kind), bytes(handle.handle[: handle.size]).hex()]
 
 
 class _FileHandle(ctypes.Structure):
     """struct file_handle of <fcntl.h>."""
 
     _fields_ = (("size", ctypes.c_uint), ("kind", ctypes.c_int), ("handle", ctypes.c_ubyte * _HANDLE_BYTES))
+
+
+class _Statx(ctypes.Structure):
+    """struct statx of <linux/stat.h>: 256 bytes, the same on every architecture."""
+
+    _fields_ = (
+        ("mask", ctypes.c_uint32),
+        ("_before", ctypes.c_ubyte * 76),
+        ("birth_s", ctypes.c_int64),
+        ("birth_ns", ctypes.c_uint32),
+        ("_after", ctypes.c_ubyte * 164),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +264,10 @@ class Mark:
     chunks: int
 
 
+class LedgerBusyError(PoolError):
+    """Another process holds the ledger's lock."""
+
+
 class Ledger:
     """The marks of one host. Every method but :meth:`locked` is called under :meth:`locked`.
 
@@ -247,24 +281,26 @@ class Ledger:
             make_private_dir(self.path)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, *, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
         """Holds the host-wide lock; threads and processes alike wait for each other.
 
         Raises:
-            PoolError: another process held it for a minute.
+            LedgerBusyError: another process held it all the time.
         """
         with disk_errors("the ledger's lock cannot be opened", self.path):
             # A descriptor of its own each time: flock belongs to the open file, so threads exclude each other too.
             fd = open_private(self.path / "lock", os.O_RDWR | os.O_CREAT)
         try:
-            deadline = time.monotonic() + _LOCK_TIMEOUT_S
+            deadline = time.monotonic() + timeout_s
             while True:
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise PoolError("another process holds the ledger of used masks; is it stopped?") from None
+                        raise LedgerBusyError(
+                            "another process holds the ledger of used masks; is it stopped?"
+                        ) from None
                     time.sleep(0.002)
             try:
                 yield
@@ -316,6 +352,10 @@ class Ledger:
             return body + b"\n" + self._mac(body)
 
         return stage(self._entry(pool_id), content)
+
+    def notices_restoring(self, pool_id: str) -> bool:
+        """Whether a restored entry could not get the identity of the one it replaces."""
+        return "-" in file_identity(self._entry(pool_id))
 
     def tidy(self) -> None:
         """Removes what processes that died left."""

@@ -31,13 +31,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Final, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sordino.client.forks import this_process
-from sordino.client.ledger import Ledger, crash_point, default_state_dir, disk_errors, make_private_dir, remove
+from sordino.client.ledger import (
+    Ledger,
+    LedgerBusyError,
+    crash_point,
+    default_state_dir,
+    disk_errors,
+    make_private_dir,
+    remove,
+)
 from sordino.client.poolfile import CHUNK, OWN_FILE, BatchKeys, Layout
 from sordino.client.poolstore import CheckVector, Chunk, Store
 from sordino.client.poolwriter import BatchWriter
@@ -49,6 +57,7 @@ __all__ = ["CHUNK", "BatchWriter", "CheckVector", "MaskPool"]
 
 U32 = NDArray[np.uint32]
 log = logging.getLogger(__name__)
+_DESTROY_WAIT_S: Final = 5.0
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -74,7 +83,6 @@ class MaskPool:
         self._cursors = {group.name: _Cursor(index, group) for index, group in enumerate(manifest.groups)}
         self._chunks: dict[int, Chunk] = {}  # by position; dropped when every group has passed
         self._end = 0  # position after the newest chunk
-        self._checks: dict[str, CheckVector] = {}
         self._ended: str | None = None
         self._lock = threading.Lock()  # taken before the host-wide lock, never while holding it
         self._pid = this_process()
@@ -148,15 +156,19 @@ class MaskPool:
             with ledger.locked():
                 ledger.marks(head.pool_id, head.host)
                 ledger.tidy()
+                if not ledger.notices_restoring(head.pool_id):
+                    log.warning(
+                        "the file system of %s tells files apart by their inode number alone: delete the mask pool "
+                        "after restoring that folder from a backup, its masks could be used twice",
+                        ledger.path,
+                    )
             vault = head.vault(passphrase)
             make_private_dir(path)
             store = Store(path, Layout.of(manifest.groups), vault, ledger, head.pool_id, head.host)
             with store.locked():
+                store.load_checks()
                 store.refresh()
-                checks = store.load_checks()
-        pool = cls(manifest, store)
-        pool._checks = checks
-        return pool
+        return cls(manifest, store)
 
     def close(self) -> None:
         """Forgets all that this process reserved; the slots it did not use are lost. May be called again."""
@@ -165,11 +177,18 @@ class MaskPool:
     def destroy(self) -> None:
         """Erases the pool, on disk and for every process and copy on this host: after a failed integrity check.
 
+        Waits for nobody for long: a process that was stopped while it held the ledger does not save the pool.
+
         Raises:
             PoolError: not all of it could be erased; this object is unusable all the same.
         """
         self._end_with("the mask pool was destroyed after a failed check")
-        with disk_errors("the mask pool cannot be erased", _existing(self.path)), self._store.locked():
+        with disk_errors("the mask pool cannot be erased", _existing(self.path)), contextlib.ExitStack() as held:
+            try:
+                held.enter_context(self._store.locked(timeout_s=_DESTROY_WAIT_S))
+            except LedgerBusyError as error:
+                # Files that go away bring no mask back, so this is safe without the lock, too.
+                log.warning("%s: the mask pool is erased all the same", error)
             self._store.destroy()
 
     def _end_with(self, reason: str) -> None:
@@ -180,7 +199,7 @@ class MaskPool:
                 with contextlib.suppress(OSError):  # best effort: the keys are what counts, and they go now
                     chunk.file.erase(chunk.index)
             self._drop_chunks()
-            self._checks = {}
+            self._store.checks = {}
 
     def __enter__(self) -> Self:
         return self
@@ -331,14 +350,13 @@ class MaskPool:
         """Begins a batch of ``slots`` (a multiple of 64); see :class:`BatchWriter`.
 
         Raises:
-            PoolError: ``slots`` is not one, or the disk has no room for it.
+            PoolError: ``slots`` is not one, the disk has no room for it, or another process changed the check vectors.
         """
         self._own_process()
         with self._lock, disk_errors("new masks cannot be made", self.path), self._store.locked():
             if self._ended:
                 raise PoolError(self._ended)
-            self._store.refresh()
-            return BatchWriter(self.path, self._store.layout, slots, self._commit)
+            return self._store.new_batch(slots, self._commit)
 
     def _commit(self, keys: BatchKeys, publish_data: Callable[[], None]) -> None:
         self._own_process()
@@ -351,20 +369,23 @@ class MaskPool:
 
     def check(self, group: str) -> CheckVector | None:
         """The group's check vectors, None where none are stored."""
-        return self._checks.get(group)
+        return self._store.checks.get(group)
 
     def store_check(self, vectors: dict[str, CheckVector]) -> None:
-        """Keeps check vectors, durably, in place of those there were. Every group has one, all of the same k.
+        """Keeps check vectors, durably. Every group has one, all of the same k.
+
+        Where another process has stored as many meanwhile, those are taken instead: ask :meth:`check`. A batch is
+        bound to the vectors it was made under, and is used under no others.
 
         Raises:
-            PoolError: a group is missing, a shape or a value is wrong, or the disk is full.
+            PoolError: a group is missing, a shape or a value is wrong, the disk is full, or the pool holds masks that
+                were made under other vectors, or none.
         """
         self._own_process()
         with self._lock, disk_errors("check vectors cannot be stored", self.path), self._store.locked():
             if self._ended:
                 raise PoolError(self._ended)
             self._store.save_checks(vectors)
-            self._checks = dict(vectors)
 
     # -- fork --------------------------------------------------------------------------------------------------------
 

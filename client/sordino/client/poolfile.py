@@ -23,7 +23,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +45,7 @@ CHUNK: Final = 64
 _NONCE_BYTES: Final = 12
 TAG_BYTES: Final = 16
 _PAGE: Final = 4096
-_KEYS_FORMAT: Final = 1
+_KEYS_FORMAT: Final = 2
 _PUNCH: Final = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, linux/falloc.h
 
 BATCH_NAME: Final = re.compile(r"^[0-9]{8}-[0-9a-f]{32}$")
@@ -71,18 +71,22 @@ class ChunkKeys:
 
 @dataclass(frozen=True, slots=True)
 class BatchKeys:
-    """The state of a batch on disk: the chain key of its chunk ``used``, the first one that is not reserved."""
+    """The state of a batch on disk: the chain key of its chunk ``used``, the first one that is not reserved.
+
+    ``checks`` names the check vectors that its products were checked under; empty without any.
+    """
 
     name: str
     chunks: int
     used: int
     chain: bytes = field(repr=False)
+    checks: str = ""
 
     def ratchet(self) -> tuple[ChunkKeys, BatchKeys]:
         """The keys of chunk ``used``, and the state after it, from which they do not follow."""
         chunk = derive(self.chain, b"pool/chunk")
         keys = ChunkKeys(derive(chunk, b"pool/mask"), derive(chunk, b"pool/data"))
-        return keys, BatchKeys(self.name, self.chunks, self.used + 1, derive(self.chain, b"pool/next"))
+        return keys, replace(self, used=self.used + 1, chain=derive(self.chain, b"pool/next"))
 
     def forward_to(self, used: int) -> BatchKeys:
         """Skips chunks that another copy of the pool, or a process that died, has reserved."""
@@ -92,7 +96,13 @@ class BatchKeys:
         return state
 
     def stage(self, folder: Path, vault: Vault) -> Staged:
-        body = {"format": _KEYS_FORMAT, "chunks": self.chunks, "used": self.used, "chain": self.chain.hex()}
+        body = {
+            "format": _KEYS_FORMAT,
+            "chunks": self.chunks,
+            "used": self.used,
+            "chain": self.chain.hex(),
+            "checks": self.checks,
+        }
         return stage(_keys_path(folder, self.name), vault.wrap(self.name, json.dumps(body).encode()))
 
     @classmethod
@@ -104,11 +114,13 @@ class BatchKeys:
         body = vault.unwrap(name, read_private(_keys_path(folder, name)))
         try:
             raw = json.loads(body)
-            state = cls(name, raw["chunks"], raw["used"], bytes.fromhex(raw["chain"]))
+            state = cls(name, raw["chunks"], raw["used"], bytes.fromhex(raw["chain"]), str(raw["checks"]))
             if raw["format"] != _KEYS_FORMAT or len(state.chain) != KEY_BYTES or not 0 <= state.used <= state.chunks:
                 raise ValueError
         except (KeyError, TypeError, ValueError) as error:
-            raise PoolError(f"the keys of batch {name} are malformed or of another release") from error
+            raise PoolError(
+                f"the keys of batch {name} are malformed or of another release: delete the pool's folder"
+            ) from error
         return state
 
 

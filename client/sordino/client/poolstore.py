@@ -7,6 +7,7 @@ Everything here is called under :meth:`Store.locked`, the host-wide lock.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import weakref
 from collections.abc import Callable
@@ -16,9 +17,9 @@ from typing import Final
 
 import numpy as np
 
-from sordino.client.ledger import Ledger, Mark, crash_point, read_private, remove, stage
+from sordino.client.ledger import LOCK_TIMEOUT_S, Ledger, Mark, crash_point, read_private, remove, stage
 from sordino.client.poolfile import BATCH_NAME, OWN_FILE, U32, BatchKeys, ChunkKeys, DataFile, Layout, erase_batch
-from sordino.client.poolwriter import abandoned
+from sordino.client.poolwriter import BatchWriter, Commit, abandoned
 from sordino.client.vault import Vault
 from sordino.shared.errors import PoolError
 from sordino.shared.ring import P
@@ -55,12 +56,16 @@ class Chunk:
 class Store:
     """Attributes:
     unreserved: chunks that nobody had reserved when this process last looked.
+    checks: the check vectors in force here by group; empty without any. A process that has some takes no batch that
+        was made under others: those products may belong to another matrix.
     """
 
     def __init__(self, folder: Path, layout: Layout, vault: Vault, ledger: Ledger, pool_id: str, tag: str) -> None:
         self.folder = folder
         self.layout = layout
         self.unreserved = 0
+        self.checks: dict[str, CheckVector] = {}
+        self._checks_id = ""
         self._vault = vault
         self._ledger = ledger
         self._id = pool_id
@@ -68,8 +73,8 @@ class Store:
         # One descriptor per batch, for as long as a chunk of it is in use.
         self._files: weakref.WeakValueDictionary[str, DataFile] = weakref.WeakValueDictionary()
 
-    def locked(self) -> contextlib.AbstractContextManager[None]:
-        return self._ledger.locked()
+    def locked(self, *, timeout_s: float = LOCK_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
+        return self._ledger.locked(timeout_s=timeout_s)
 
     def refresh(self) -> None:
         """Looks at the folder and the ledger again.
@@ -89,7 +94,7 @@ class Store:
             state = BatchKeys.load(self.folder, name, self._vault)
             # Whichever is further: the ledger where this is an older copy of the pool, or a reservation was cut short.
             state = state.forward_to(marks[name].used)
-            if state.used < state.chunks:
+            if state.used < state.chunks and self._checks_id in ("", state.checks):
                 usable.append(state)
         self.unreserved = sum(state.chunks - state.used for state in usable)
         return marks, usable
@@ -141,8 +146,23 @@ class Store:
             erase_batch(self.folder, state.name)  # its last chunks are read through the open file
             crash_point("reserve: batch erased")
 
+    def new_batch(self, slots: int, commit: Commit) -> BatchWriter:
+        """A batch that is bound to the check vectors in force.
+
+        Raises:
+            PoolError: the pool has others by now, or the batch cannot be made.
+        """
+        self.refresh()
+        self._same_checks(self._checks_id)
+        return BatchWriter(self.folder, self.layout, slots, self._checks_id, commit)
+
     def commit(self, keys: BatchKeys, publish_data: Callable[[], None]) -> None:
-        """Makes a finished batch visible: its mark, its data file and, as the point of no return, its keys."""
+        """Makes a finished batch visible: its mark, its data file and, as the point of no return, its keys.
+
+        Raises:
+            PoolError: the pool got other check vectors than the batch was made under.
+        """
+        self._same_checks(keys.checks)
         marks = self._ledger.marks(self._id, self._tag)
         chain = keys.stage(self.folder, self._vault)
         try:
@@ -174,9 +194,11 @@ class Store:
     # -- check vectors -----------------------------------------------------------------------------------------------
 
     def save_checks(self, vectors: dict[str, CheckVector]) -> None:
-        """
+        """Puts check vectors in force, unless another process has stored as many for each group: then those are.
+
         Raises:
-            PoolError: a group is missing, or a shape, a type or a value is wrong.
+            PoolError: a group is missing, or a shape, a type or a value is wrong, or there are masks that were made
+                under others, or under none.
         """
         groups = self.layout.groups
         if set(vectors) != {group.name for group in groups}:
@@ -189,19 +211,43 @@ class Store:
                 if not k or array.shape != (k, length) or array.dtype != np.uint32 or int(array.max()) >= P:
                     raise PoolError(f"check vectors of group {group.name!r} have a wrong shape, type or range")
                 parts.append(np.ascontiguousarray(array, "<u4").tobytes())
-        self._ledger.marks(self._id, self._tag)  # raises where the pool was destroyed meanwhile
-        blob = self._vault.wrap(_CHECK_NAME, b"".join(parts))
-        stage(self.folder / _CHECK_NAME, blob).publish(overwrite_old=True)
+        _, usable = self._look()  # raises where the pool was destroyed meanwhile
+        blob = self._read_checks()
+        if blob[:4] != parts[0]:
+            if usable:
+                raise PoolError(
+                    f"the pool's masks were not made under {k} check vector(s): take another pool or remove this"
+                )
+            blob = b"".join(parts)
+            stage(self.folder / _CHECK_NAME, self._vault.wrap(_CHECK_NAME, blob)).publish(overwrite_old=True)
+        self._set_checks(blob)
 
-    def load_checks(self) -> dict[str, CheckVector]:
-        """What :meth:`save_checks` kept; empty where nothing was.
+    def load_checks(self) -> None:
+        """Puts what :meth:`save_checks` kept in force.
 
         Raises:
             PoolError: the file is damaged.
         """
+        self._set_checks(self._read_checks())
+
+    def _read_checks(self) -> bytes:
         try:
-            blob = self._vault.unwrap(_CHECK_NAME, read_private(self.folder / _CHECK_NAME))
+            return self._vault.unwrap(_CHECK_NAME, read_private(self.folder / _CHECK_NAME))
         except FileNotFoundError:
+            return b""
+
+    def _same_checks(self, wanted: str) -> None:
+        if _checks_id(self._read_checks()) != wanted:
+            raise PoolError(
+                "another process changed the pool's check vectors: masks made under the old ones are dropped. Connect "
+                "again to go on with the new ones"
+            )
+
+    def _set_checks(self, blob: bytes) -> None:
+        self.checks, self._checks_id = self._parse_checks(blob), _checks_id(blob)
+
+    def _parse_checks(self, blob: bytes) -> dict[str, CheckVector]:
+        if not blob:
             return {}
         k, vectors, at = int.from_bytes(blob[:4], "little"), {}, 0
         if len(blob) != 4 + 4 * k * sum(g.in_features + g.out_features for g in self.layout.groups):
@@ -213,6 +259,11 @@ class Store:
             vectors[group.name] = CheckVector(v=v.reshape(k, -1), c=c.reshape(k, -1))
             at += m + n
         return vectors
+
+
+def _checks_id(blob: bytes) -> str:
+    """Names check vectors. Lies beside them, in files kept as they are."""
+    return hashlib.sha256(blob).hexdigest() if blob else ""
 
 
 def _remove_leftovers(folder: Path, marks: dict[str, Mark]) -> None:

@@ -50,7 +50,7 @@ class BatchWriter:
     Its keys are in memory alone until then. Calls may come from several threads, one group in one thread at a time.
     """
 
-    def __init__(self, folder: Path, layout: Layout, slots: int, commit: Commit) -> None:
+    def __init__(self, folder: Path, layout: Layout, slots: int, checks: str, commit: Commit) -> None:
         """Called by :meth:`MaskPool.new_batch`, under the host-wide lock."""
         if slots % CHUNK or not 0 < slots <= MAX_SLOTS:
             raise PoolError(f"a batch has a positive multiple of {CHUNK} slots, at most {MAX_SLOTS}; not {slots}")
@@ -64,7 +64,8 @@ class BatchWriter:
         self._bytes = slots // CHUNK * layout.stride
         self._keys: list[ChunkKeys] = []
         number = 1 + max((int(f.name[:8]) for f in folder.glob("*.keys") if BATCH_NAME.match(f.stem)), default=0)
-        self._state = state = BatchKeys(f"{number:08d}-{secrets.token_hex(16)}", slots // CHUNK, 0, random_key())
+        name = f"{number:08d}-{secrets.token_hex(16)}"
+        self._state = state = BatchKeys(name, slots // CHUNK, 0, random_key(), checks)
         for _ in range(state.chunks):
             keys, state = state.ratchet()
             self._keys.append(keys)

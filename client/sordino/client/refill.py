@@ -76,11 +76,6 @@ class PoolKeeper:
         groups = self._connection.manifest.groups
         have = self.pool.check(groups[0].name)
         if count and (have is None or have.v.shape[0] != count):
-            if self.pool.slots_left:
-                # W r in the pool was checked under those vectors or under none: new ones would vouch for it falsely.
-                raise PoolError(
-                    f"the pool's masks were not made under {count} check vector(s): take another pool or remove this"
-                )
             # An attempt that a broken stream ends begins anew, with other vectors and keys.
             vectors = self._connection.retrying(lambda: fetch_check_vectors(self._connection, count, self._progress))
             self.pool.store_check(vectors)
@@ -132,9 +127,14 @@ class PoolKeeper:
         self.pool.close()
 
     def destroy(self) -> None:
-        """After a failed check: nothing made with this server survives."""
+        """After a failed check: nothing made with this server survives. What cannot be erased is logged as an error,
+        since raising would hide the failed check.
+        """
         self._cancelled.set()
-        self.pool.destroy()
+        try:
+            self.pool.destroy()
+        except PoolError as error:
+            log.error("%s: delete its folder %s and use none of its masks", error, self.pool.path)
 
     def _fill_until(self, group: str, rows: int) -> None:
         with self._filling:  # a background batch that is under way is waited for here
@@ -154,16 +154,13 @@ class PoolKeeper:
             return
         if time.monotonic() < self._not_before:
             return
-        if not self._filling.acquire(blocking=False):
-            return
-        try:
-            self._background = threading.Thread(target=self._run_background, name="sordino-refill", daemon=True)
-            self._background.start()
-        except BaseException:
-            self._filling.release()
-            raise
+        self._background = threading.Thread(target=self._run_background, name="sordino-refill", daemon=True)
+        self._background.start()
 
     def _run_background(self) -> None:
+        # Taken here, not by who starts the thread: an interrupt inside start() leaves open whether it runs.
+        if not self._filling.acquire(blocking=False):
+            return
         try:
             fill(self._connection, self.pool, self._checks, self._batch, None, self._cancelled)
         except IntegrityError as error:

@@ -33,6 +33,7 @@ from pool_tools import assert_no_repeats, digests, fill, manifest, products, tak
 
 from sordino.client import ledger, poolstore, poolwriter
 from sordino.client import pool as pool_code
+from sordino.client.ledger import Ledger
 from sordino.client.pool import CheckVector, MaskPool
 from sordino.client.poolfile import ChunkKeys, DataFile
 from sordino.shared.errors import FingerprintError, PoolError, PoolExhaustedError, PoolForeignError
@@ -608,8 +609,9 @@ def test_a_truncated_or_lost_data_file(open_pool: Callable[..., MaskPool], caplo
 @pytest.mark.parametrize("kind", ["keys", "bin", "json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
 def test_damaged_small_files(kind: str, damage: str, open_pool: Callable[..., MaskPool]) -> None:
-    with open_pool(slots=64) as pool:
+    with open_pool() as pool:
         pool.store_check(_vectors(pool))
+        fill(pool, 64)
         path = pool.path
     file = next(path.glob(f"*.{kind}"))
     raw = bytearray(file.read_bytes())
@@ -645,8 +647,10 @@ def test_create_and_open_mean_what_they_say(open_pool: Callable[..., MaskPool], 
 
 
 def test_destroyed_for_everybody(open_pool: Callable[..., MaskPool], tmp_path: Path) -> None:
-    pool, second = open_pool(slots=128), open_pool()
+    pool = open_pool()
     pool.store_check(_vectors(pool))
+    fill(pool, 128)
+    second = open_pool()
     shutil.copytree(pool.path, tmp_path / "copy")
     with pool.new_batch(64) as writer:
         pool.destroy()
@@ -667,11 +671,22 @@ def test_destroyed_for_everybody(open_pool: Callable[..., MaskPool], tmp_path: P
         take_checked(fresh, "g0", 1)
 
 
+def test_a_stopped_process_does_not_save_a_pool(
+    open_pool: Callable[..., MaskPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_code, "_DESTROY_WAIT_S", 0.1)
+    pool = open_pool(slots=64)
+    with Ledger(tmp_path / "state").locked():
+        pool.destroy()
+    assert not pool.path.exists()
+    assert not list((tmp_path / "state").glob("*.json"))
+
+
 # -- check vectors ---------------------------------------------------------------------------------------------------
 
 
-def _vectors(pool: MaskPool, k: int = 2) -> dict[str, CheckVector]:
-    rng = np.random.default_rng(5)
+def _vectors(pool: MaskPool, k: int = 2, *, seed: int = 5) -> dict[str, CheckVector]:
+    rng = np.random.default_rng(seed)
     return {
         g.name: CheckVector(
             v=rng.integers(0, P, (k, g.out_features), dtype=np.uint32),
@@ -694,6 +709,52 @@ def test_check_vectors_are_kept(k: int, open_pool: Callable[..., MaskPool]) -> N
             assert got is not None
             assert np.array_equal(got.v, wanted[name].v)
             assert np.array_equal(got.c, wanted[name].c)
+
+
+def test_the_first_check_vectors_are_everybodys(open_pool: Callable[..., MaskPool]) -> None:
+    """Two sessions that begin a pool at once, perhaps with a server that answers each with another matrix."""
+    first, second = open_pool(), open_pool()
+    first.store_check(_vectors(first, seed=1))
+    second.store_check(_vectors(second, seed=2))
+    for name in GROUPS:
+        mine, others = first.check(name), second.check(name)
+        assert mine is not None
+        assert others is not None
+        assert np.array_equal(mine.v, others.v)
+        assert np.array_equal(mine.c, others.c)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_masks_are_used_under_the_check_vectors_they_were_made_under(
+    k: int, open_pool: Callable[..., MaskPool], tmp_path: Path
+) -> None:
+    old, without = open_pool(), open_pool()
+    old.store_check(_vectors(old, 1, seed=1))
+    fill(old, 64)
+    with pytest.raises(PoolError, match="Connect again"):
+        fill(without, 64)  # would be unchecked masks for those who check
+    with pytest.raises(PoolError, match="not made under 2 check vector"):
+        old.store_check(_vectors(old, 2))
+    with old.new_batch(64) as writer:
+        old.take(old.groups[0].name, 64)
+        new = open_pool()
+        if k == 2:
+            new.store_check(_vectors(new, 2))
+        else:  # as when another state of the folder is put back
+            (tmp_path / "pool" / "check.bin").unlink()
+            new.store_check(_vectors(new, 1, seed=2))
+        for group in old.groups:
+            writer.write(group.name, products(group, writer.masks(group.name)))
+        with pytest.raises(PoolError, match="Connect again"):
+            writer.commit()
+    with pytest.raises(PoolError, match="Connect again"):
+        old.new_batch(64)
+    fill(new, 64)
+    assert new.slots_left == 64
+    assert old.slots_left == 0
+    with pytest.raises(PoolExhaustedError):
+        old.take(old.groups[0].name, 1)
+    take_checked(new, "g0", 1)
 
 
 def test_check_vectors_are_checked(open_pool: Callable[..., MaskPool]) -> None:
