@@ -103,6 +103,7 @@ class Contestant:
         if self._link is not None:
             traffic = self._link.session.traffic
             values["bytes"] = traffic.up.get("online", 0) + traffic.down.get("online", 0)
+            values["attention_bytes"] = traffic.up.get("attention", 0) + traffic.down.get("attention", 0)
             values["rounds"] = traffic.rounds
             values |= {f"time.{step}": seconds for step, seconds in self._link.session.timings.items()}
         return values
@@ -123,10 +124,15 @@ def run_decode(
     tokens: int,
     repeats: int,
     batch: int,
+    contexts: list[int],
     json_path: Path | None,
     console: Console,
 ) -> dict[str, Any]:
     """Runs the benchmark; returns what is written to ``json_path``.
+
+    Args:
+        contexts: lengths of prompt at which encrypted attention is measured beside the client's own, under the first
+            of ``protocols``; none leaves it out.
 
     Raises:
         RangeError: too few tokens or repeats to measure anything, or more tokens than the model has positions.
@@ -139,6 +145,8 @@ def run_decode(
     if unknown or not protocols:
         names = ", ".join(get_args(ProtocolName))
         raise SordinoError(f"--protocols takes {names}, not {', '.join(sorted(unknown)) or 'nothing'}")
+    if any(length < 1 for length in contexts):
+        raise RangeError(f"contexts are numbers of tokens, not {', '.join(map(str, contexts))}")
     if reference not in ("transformers", "none"):
         raise SordinoError(f"--reference is transformers or none, not {reference!r}")
     if json_path and not json_path.absolute().parent.is_dir():
@@ -152,9 +160,9 @@ def run_decode(
         target, ca, token, server = stack.enter_context(server_process(bundle, work / "server", allow_clear=True))
         loaded = server.memory_info().rss
         links: dict[str, Connected] = {}
-        for name in dict.fromkeys(protocols):
-            before = cpu_seconds(server), cpu_seconds(me), time.perf_counter()
-            link = stack.enter_context(
+
+        def linked(name: str, **more: Any) -> Connected:
+            return stack.enter_context(
                 connected(
                     target,
                     ca=ca,
@@ -166,9 +174,13 @@ def run_decode(
                     cache=work / "cache",
                     state_dir=work / "ledger",
                     low_water=0,
+                    **more,
                 )
             )
-            links[name] = link
+
+        for name in dict.fromkeys(protocols):
+            before = cpu_seconds(server), cpu_seconds(me), time.perf_counter()
+            links[name] = link = linked(name)
             if name == "auto":
                 result["cold_start"] = _cold_start(link, tokens, time.perf_counter() - before[2])
             if name == "masked":
@@ -181,9 +193,10 @@ def run_decode(
         }
         first = links[protocols[0]]
         prompt = encode_prompt(first, PROMPT)
-        limit, length = getattr(first.model.config, "max_position_embeddings", None), prompt["input_ids"].shape[1]
-        if limit and length + tokens > limit:
-            raise RangeError(f"a prompt of {length} and {tokens} tokens are over the model's {limit} positions")
+        limit = getattr(first.model.config, "max_position_embeddings", None)
+        for length in (prompt["input_ids"].shape[1], *contexts):
+            if limit and length + tokens > limit:
+                raise RangeError(f"a prompt of {length} and {tokens} tokens are over the model's {limit} positions")
         if plain is not None:
             contestants["reference"] = Contestant(plain, prompt, tokens, first.tokenizer, None)
 
@@ -195,6 +208,8 @@ def run_decode(
                 answered(turn, repeats + 1)
                 for contestant in contestants.values():
                     contestant.answer(counters, count=turn > 0)
+        if contexts:
+            result["attention"] = _attention(first, linked(protocols[0], attention="rlwe"), contexts, tokens, counters)
         if "masked" in contestants:
             result["sustained"] = _sustained(contestants["masked"], links["masked"], counters, batch)
         result["server_memory"] = _memory(manifest, loaded, server.memory_info().rss)
@@ -223,6 +238,41 @@ def _cold_start(link: Connected, tokens: int, connecting: float) -> dict[str, An
         "bytes_down": down["provision"] + down["online"],
         "note": "connecting includes the bundle, where it was not cached, and the check vectors",
     }
+
+
+def _attention(
+    local: Connected, remote: Connected, contexts: list[int], tokens: int, counters: Callable[[], dict[str, float]]
+) -> list[dict[str, Any]]:
+    """Answers after prompts of some lengths, with the client's own attention and with encrypted pages on the server."""
+    measured = []
+    for length in contexts:
+        text = local.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+        ids = text.repeat(1, -(-length // text.shape[1]))[:, :length]
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        own, paged = (Contestant(link.model, inputs, tokens, link.tokenizer, link) for link in (local, remote))
+        traffic = remote.session.traffic
+        before = traffic.up.get("attention", 0) + traffic.down.get("attention", 0)
+        for contestant in (own, paged):
+            contestant.answer(counters, count=True)
+        sent = traffic.up.get("attention", 0) + traffic.down.get("attention", 0) - before
+        decoding = paged.per_token("attention_bytes")
+        own_ms, paged_ms = statistics.median(own.tpot), statistics.median(paged.tpot)
+        measured.append(
+            {
+                "context": length,
+                "tpot_ms_p50": round(paged_ms, 1),
+                "tpot_ms_p50_local_attention": round(own_ms, 1),
+                "attention_ms_per_token": round(paged_ms - own_ms, 1),
+                "attention_bytes_per_token": round(decoding),
+                "attention_bytes_of_the_prompt": round(sent - decoding * paged.decoded),
+                "ttft_ms": round(paged.ttft[0], 1),
+                "ttft_ms_local_attention": round(own.ttft[0], 1),
+                "server_cpu_ms_per_token": round(paged.per_token("server_cpu", 1e3), 1),
+                "client_cpu_ms_per_token": round(paged.per_token("client_cpu", 1e3), 1),
+                "tokens_equal_local_attention": paged.ids == own.ids,
+            }
+        )
+    return measured
 
 
 def _sustained(
@@ -409,5 +459,7 @@ def _show(result: dict[str, Any], console: Console) -> None:
         console.print(f"provisioning: {result['provisioning']}", highlight=False)
     if "cold_start" in result:
         console.print(f"cold start (auto): {result['cold_start']}", highlight=False)
+    for figures in result.get("attention", []):
+        console.print(f"encrypted attention: {figures}", highlight=False)
     for name, figures in result["protocols"].items():
         console.print(f"where a token's time goes ({name}, ms): {figures['time_of_a_token_ms']}", highlight=False)

@@ -127,6 +127,9 @@ def bench_decode(
     reference: Annotated[str, typer.Option(help="transformers, or none.")] = "transformers",
     tokens: Annotated[int, typer.Option(help="Tokens per answer.", min=2)] = 64,
     repeats: Annotated[int, typer.Option(help="Answers per protocol, interleaved.", min=1)] = 3,
+    contexts: Annotated[
+        str, typer.Option(help="Lengths of prompt, such as 64,256,512, at which encrypted attention is measured, too.")
+    ] = "",
     batch: Batch = 2048,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
@@ -141,9 +144,17 @@ def bench_decode(
         tokens=tokens,
         repeats=repeats,
         batch=batch,
+        contexts=_numbers(contexts),
         json_path=json_path,
         console=console,
     )
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise RangeError(f"--contexts takes numbers with commas between them, not {text!r}") from None
 
 
 def bench_linear(
