@@ -55,6 +55,7 @@ class Session:
     ) -> None:
         self._connection = connection
         self._keeper = keeper
+        self._owner = connection.owner
         self.protocol = protocol
         self.attention = attention
 
@@ -77,11 +78,17 @@ class Session:
 
     def provision(self) -> None:
         """Makes one batch of masks now instead of when they run out."""
+        self._owner.check()
         if self._keeper:
             self._keeper.fill_now()
 
     def close(self) -> None:
-        """Ends everything under way, in whichever thread it is: nobody is waited for who waits for the server."""
+        """Ends everything under way, in whichever thread it is: nobody is waited for who waits for the server.
+
+        In a forked child it does nothing: what is under way is the parent's.
+        """
+        if not self._owner.here():
+            return
         if self._keeper:
             self._keeper.close()
         if self.attention:
@@ -227,6 +234,8 @@ def connect(
                 keeper = AutoKeeper(pooled, JustInTime(connection, pooled.check, choices), fill=refill)
             linear = MaskedProtocol(connection, keeper)
         attach(model, linear)
+        # Before torch, too, whose own threads a forked child would wait for.
+        model.register_forward_pre_hook(lambda *_: connection.owner.check())
     except BaseException:
         connection.close()
         raise

@@ -20,6 +20,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from sordino.client.forks import Owner
 from sordino.client.interrupts import interrupts
 from sordino.client.timings import Timings
 from sordino.proto.v1 import sordino_pb2 as pb
@@ -105,6 +106,7 @@ class Connection:
             # Not longer than a lock can wait; and a comparison with NaN is never true.
             if not (0 if name == "retry_s" else 1e-3) <= seconds <= threading.TIMEOUT_MAX:
                 raise RangeError(f"{name} is a number of seconds, not {seconds}")
+        self.owner = Owner()
         self.target = target
         self.timeout_s = timeout_s
         self.retry_s = retry_s
@@ -130,6 +132,7 @@ class Connection:
 
     def fetch(self, name: str, offset: int) -> Iterator[bytes]:
         """The bytes of a file of the client bundle from ``offset`` on, in chunks."""
+        self.owner.check()
         position = offset
         call: Call[pb.FileChunk] = self._stub.FetchFile(
             pb.FetchFileRequest(name=name, offset=offset), metadata=self._metadata
@@ -146,6 +149,7 @@ class Connection:
 
     def provision(self, requests: Iterator[pb.ProvisionRequest]) -> Generator[pb.ProvisionResponse]:
         """One provisioning stream; answers come in the order of the requests."""
+        self.owner.check()
         watchdog = Watchdog(self.timeout_s)
         asked = 0
 
@@ -182,10 +186,12 @@ class Connection:
             call.cancel()
 
     def open_stream(self, requests: Iterator[pb.EvaluateRequest]) -> Call[pb.EvaluateResponse]:
+        self.owner.check()
         call: Call[pb.EvaluateResponse] = self._stub.Evaluate(requests, metadata=self._metadata)
         return call
 
     def open_attention(self, requests: Iterator[pb.AttendRequest]) -> Call[pb.AttendResponse]:
+        self.owner.check()
         call: Call[pb.AttendResponse] = self._stub.Attend(requests, metadata=self._metadata)
         return call
 
@@ -200,8 +206,9 @@ class Connection:
                 files that came: they are kept, while other answers without a value of their own begin anew.
 
         Raises:
-            SessionLostError: the connection was closed meanwhile.
+            SessionLostError: the connection was closed meanwhile, or is that of the process this one was forked from.
         """
+        self.owner.check()
         with interrupts:
             done: Callable[[], object] = progress or (lambda: self._fetched)
             before, tries, deadline = done(), 0, math.inf
@@ -247,7 +254,12 @@ class Connection:
             log.debug("probe: %s", error)
 
     def close(self) -> None:
-        """Ends all calls, in whichever thread they wait, and all retrying. May be called again."""
+        """Ends all calls, in whichever thread they wait, and all retrying. May be called again.
+
+        In a forked child it does nothing: the calls are the parent's, and gRPC would wait for threads that are not there.
+        """
+        if not self.owner.here():
+            return
         with interrupts:
             self._closed.set()
             self._channel.close()
@@ -297,6 +309,8 @@ class EvaluationStream:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def close(self) -> None:
+        if not self._connection.owner.here():
+            return
         with interrupts, self._lock:
             self._closed = True
             self._hang_up()
@@ -324,10 +338,11 @@ class EvaluationStream:
             meanwhile: client work that runs while the server computes.
 
         Raises:
-            SessionLostError: the server stayed away for ``retry_s``, or the session is closed.
+            SessionLostError: the server stayed away for ``retry_s``, or the session is closed, or another process's.
             IntegrityError: the server answered out of order.
             SordinoError: the server refused a request.
         """
+        self._connection.owner.check()  # first: who held the lock may not be in this process
         with self._lock:
             if self._closed:
                 raise SessionLostError("the session is closed")
@@ -408,6 +423,7 @@ class Watchdog:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._owner = Owner()
         self._call: Call[object] | None = None
         self._cancelled: Call[object] | None = None
         self._since = 0.0
@@ -417,6 +433,7 @@ class Watchdog:
 
     def watching(self, call: Call[object]) -> Watchdog:
         """A context in which ``call`` is waited for; when it was cancelled here, the error says so."""
+        self._owner.check()
         self._since = time.monotonic()
         self._of_main_thread = threading.current_thread() is threading.main_thread()
         self._call = call
