@@ -40,6 +40,7 @@ GRPC_FILES = (
     "server/sordino/server/app*.py",
     "server/sordino/server/auth.py",
     "server/sordino/server/decoding.py",  # interceptors
+    "server/sordino/server/places.py",  # ends calls
     "client/sordino/client/transport*",
     "client/sordino/client/proxy.py",  # the recording proxy of `sordino audit wire`
     "client/sordino/client/cli*",

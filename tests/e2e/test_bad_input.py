@@ -479,3 +479,63 @@ def test_a_caller_with_a_token_holds_no_thread_for_long(server: ServerProcess) -
         finally:
             hold.set()
     assert "Traceback" not in server.log()
+
+
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+
+@pytest.mark.parametrize("call", ["/grpc.health.v1.Health/Check", REFLECTION, "/sordino.proto.v1.Sordino/GetManifest"])
+def test_calls_that_send_nothing_take_no_place_from_others(server: ServerProcess, call: str) -> None:
+    """Those without a token take none of a token's, and those of one token none of another's."""
+    other = (("authorization", f"Bearer {TokenFile(server.state / 'tokens.json').issue('other')}"),)
+    hold = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        hold.wait(60)
+        yield from ()
+
+    with server.channel() as channel:
+        held = channel.stream_stream(call)
+        waiting = [held(never(), metadata=() if "health" in call else other) for _ in range(700)]
+        try:
+            deadline = time.monotonic() + 20
+            while sum(not one.done() for one in waiting) > 32:
+                assert time.monotonic() < deadline, "more places are held than one holder may have"
+                assert server.serves()
+            assert server.serves()
+        finally:
+            hold.set()
+            for one in waiting:
+                one.cancel()
+
+
+def test_a_token_that_is_withdrawn_ends_its_streams(server: ServerProcess) -> None:
+    tokens = TokenFile(server.state / "tokens.json")
+    metadata = (("authorization", f"Bearer {tokens.issue('withdrawn')}"),)
+    hold = threading.Event()
+
+    def resting(*messages: bytes) -> Iterator[bytes]:
+        yield from messages
+        hold.wait(60)
+
+    with server.channel() as channel:
+        first = {"Evaluate": opening(server.manifest), "Provision": masks_message(server.manifest)}
+        streams = [
+            channel.stream_stream(f"/sordino.proto.v1.Sordino/{name}")(resting(message), metadata=who, timeout=20)
+            for name, message in first.items()
+            for who in (metadata, server.metadata)
+        ]
+        try:
+            for stream in streams:
+                next(stream)
+            tokens.revoke("withdrawn")
+            for stream in streams[::2]:
+                with pytest.raises(grpc.RpcError) as error:
+                    next(stream)
+                assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                assert "withdrawn" in error.value.details()
+            assert all(stream.is_active() for stream in streams[1::2])
+        finally:
+            hold.set()
+            for stream in streams:
+                stream.cancel()

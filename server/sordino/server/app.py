@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,19 +17,22 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server.auth import TokenFile, TokenInterceptor
 from sordino.server.decoding import DecodingInterceptor
-from sordino.server.service import Limits, SordinoService
+from sordino.server.service import SERVICE_NAME, Limits, SordinoService
 from sordino.server.store import MatrixStore
 from sordino.server.tls import TlsFiles
-from sordino.shared.errors import SordinoError
+from sordino.shared.errors import AuthError, SordinoError
 from sordino.shared.transport import channel_options
 
 log = logging.getLogger(__name__)
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sordino"].full_name
 _SPARE_WORKERS = 16
+_MAX_REFUSALS = 1024
+_MAX_FILES = 1 << 16
+_SPARE_FILES = 128  # that are no connections
+_HANDSHAKE_MS = 10_000
+_IDLE_MS = 300_000
 _MAX_GRACE_S = 86_400
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
@@ -79,6 +83,7 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
     Raises:
         SordinoError: the bundle is damaged, or the port cannot be had.
     """
+    _raise_file_limit()
     store = MatrixStore(config.bundle, config.device)
     log.info("%d groups on %s by %s", len(store.matrices), store.device, store.kernel.name)
     service = SordinoService(store, config.limits, allow_clear=config.allow_clear)
@@ -87,12 +92,32 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
     server.start()
     for name in ("", SERVICE_NAME):
         checks.set(name, health_pb2.HealthCheckResponse.SERVING)
-    asyncio.run(_until_signalled(lambda: ready(port), service.waits.end_overdue))
+    tokens = TokenFile(config.tokens) if config.tokens else None
+
+    def tend() -> None:
+        service.waits.end_overdue()
+        if tokens:
+            _end_withdrawn(service, tokens)
+
+    asyncio.run(_until_signalled(lambda: ready(port), tend))
     log.info("draining: no new streams, at most %.0f s for the running ones", config.grace_s)
     checks.enter_graceful_shutdown()
     stopped = server.stop(config.grace_s)
     service.waits.drain()
     stopped.wait()
+
+
+def _end_withdrawn(service: SordinoService, tokens: TokenFile) -> None:
+    """Ends the calls of tokens that are valid no more.
+
+    While the file cannot be read nobody new enters; who is in stays, for an editor may be at work on it.
+    """
+    try:
+        valid = tokens.valid()
+    except (AuthError, OSError) as error:
+        log.debug("the token file cannot be read now: %s", error)
+    else:
+        service.places.end_all_but(valid)
 
 
 async def _until_signalled(ready: Callable[[], None], tend: Callable[[], None]) -> None:
@@ -112,13 +137,13 @@ async def _until_signalled(ready: Callable[[], None], tend: Callable[[], None]) 
 
 
 def build_server(service: SordinoService, config: ServerConfig) -> tuple[grpc.Server, health.HealthServicer]:
-    """The gRPC server, not listening yet: one thread a stream, and room beside them for health and short calls."""
+    """The gRPC server, not listening yet: a thread for each place, and some that refuse."""
     limits = config.limits
-    streams = limits.max_streams + limits.max_provisioning + limits.max_attention
-    workers = streams + limits.max_downloads + _SPARE_WORKERS
+    workers = service.places.total + _SPARE_WORKERS
     interceptors: list[grpc.ServerInterceptor] = [
         DecodingInterceptor(
             service.waits,
+            service.places,
             SERVICE_NAME,
             first_s=limits.first_message_s,
             idle_s=limits.idle_s,
@@ -126,18 +151,43 @@ def build_server(service: SordinoService, config: ServerConfig) -> tuple[grpc.Se
         )
     ]
     if config.tokens:
-        interceptors.append(TokenInterceptor(TokenFile(config.tokens)))
+        interceptors.insert(0, TokenInterceptor(TokenFile(config.tokens)))
     server = grpc.server(
         ThreadPoolExecutor(workers, thread_name_prefix="call"),
         interceptors=interceptors,
-        options=[*channel_options(limits.max_message_bytes), ("grpc.so_reuseport", 0)],
-        maximum_concurrent_rpcs=workers,  # over it a call is refused at once; it never waits unseen
+        options=[*channel_options(limits.max_message_bytes), *_connection_options()],
+        # Of the workers some are always free to refuse, so no call waits for long; over this, gRPC refuses at once.
+        maximum_concurrent_rpcs=workers + _MAX_REFUSALS,
     )
     checks = health.HealthServicer()
     pb_grpc.add_SordinoServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server, checks
+
+
+def _connection_options() -> list[tuple[str, int]]:
+    """What connections may do: who opens one and says nothing, or comes back to it no more, does not keep it."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections = (_MAX_FILES if files == resource.RLIM_INFINITY else files) - _SPARE_FILES
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),  # of TLS, and of the first frames of HTTP/2
+        ("grpc.max_connection_idle_ms", _IDLE_MS),  # without a call; a session keeps one open
+        ("grpc.max_allowed_incoming_connections", max(1, connections)),
+    ]
+
+
+def _raise_file_limit() -> None:
+    """Allows as many open files as the system lets this process have: a connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (ValueError, OSError) as error:  # some systems have a lower limit that they do not tell
+        log.warning("the limit of %d open files cannot be raised: %s", soft, error)
 
 
 def _listen(server: grpc.Server, config: ServerConfig) -> int:

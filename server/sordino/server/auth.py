@@ -5,15 +5,12 @@ Tokens are 32 random bytes, so a plain hash is enough: there is nothing to guess
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
 import json
 import math
-import os
 import re
 import secrets
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import grpc
 
+from sordino.server.files import locked, replace
 from sordino.shared.errors import AuthError, SordinoError
 
 if TYPE_CHECKING:
@@ -68,30 +66,46 @@ class TokenFile:
             raise SordinoError("a token needs a name: say whose it is")
         if days is not None and not 0 < days <= _MAX_DAYS:
             raise SordinoError(f"a token is valid for more than 0 and at most {_MAX_DAYS} days, not {days}")
-        token = "sord_" + secrets.token_urlsafe(32)
-        expires = None if days is None else time.time() + days * 86_400
-        record = TokenRecord(name=name, sha256=hashlib.sha256(token.encode()).hexdigest(), expires=expires)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            records = [*(self._load() if self._path.exists() else []), record]
-            self._replace(json.dumps([asdict(r) for r in records], indent=1))
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        token, record = _fresh(name, days)
+        with locked(self._path.parent):
+            self._write([*(self._load() if self._path.exists() else []), record])
         return token
 
-    def _replace(self, text: str) -> None:
-        fd, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")  # mode 0600
-        try:
-            with open(fd, "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(fd)
-            Path(temporary).replace(self._path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+    def issue_first(self, copy: Path) -> bool:
+        """Makes the file, with one token for ever that is written to ``copy`` too, unless the file exists."""
+        with locked(self._path.parent):
+            if self._path.exists():
+                return False
+            token, record = _fresh("first", None)
+            replace(copy, f"{token}\n".encode())  # first: a token that nobody has seen would be of no use
+            self._write([record])
+        return True
+
+    def revoke(self, name: str) -> int:
+        """Takes all tokens of this name away, and returns how many. A running server ends their calls.
+
+        Raises:
+            SordinoError: there is none.
+            AuthError, OSError: the file is malformed, or cannot be read.
+        """
+        with locked(self._path.parent):
+            records = self._load()
+            left = [record for record in records if record.name != name]
+            if len(left) == len(records):
+                raise SordinoError(f"no token of the name {name!r} is in {self._path}")
+            self._write(left)
+        return len(records) - len(left)
+
+    def records(self) -> list[TokenRecord]:
+        """All records, also those that have expired.
+
+        Raises:
+            AuthError, OSError: the file is malformed, or cannot be read.
+        """
+        return list(self._load())
+
+    def _write(self, records: list[TokenRecord]) -> None:
+        replace(self._path, json.dumps([asdict(record) for record in records], indent=1).encode())
 
     def verify(self, token: str) -> str:
         """The name of the token's record.
@@ -111,6 +125,15 @@ class TokenFile:
             raise AuthError(f"the token expired on {when}: ask the provider for another")
         return found.name
 
+    def valid(self) -> set[str]:
+        """The digests of all tokens that are known and have not expired.
+
+        Raises:
+            AuthError, OSError: the file is malformed, or cannot be read.
+        """
+        now = time.time()
+        return {record.sha256 for record in self._load() if record.expires is None or record.expires >= now}
+
     def _load(self) -> list[TokenRecord]:
         stat = self._path.stat()
         stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
@@ -126,8 +149,15 @@ class TokenFile:
         return self._records
 
 
+def _fresh(name: str, days: float | None) -> tuple[str, TokenRecord]:
+    token = "sord_" + secrets.token_urlsafe(32)
+    expires = None if days is None else time.time() + days * 86_400
+    return token, TokenRecord(name=name, sha256=hashlib.sha256(token.encode()).hexdigest(), expires=expires)
+
+
 class TokenInterceptor(grpc.ServerInterceptor):
-    """Refuses every call without a valid ``authorization: Bearer`` header, health checks excepted."""
+    """Refuses every call without a valid ``authorization: Bearer`` header, those of open services excepted; the
+    outermost interceptor."""
 
     def __init__(self, tokens: TokenFile) -> None:
         self._tokens = tokens
@@ -138,7 +168,7 @@ class TokenInterceptor(grpc.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         handler = continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(_OPEN_SERVICES):
+        if handler is None or is_open(handler_call_details.method):
             return handler
         try:
             self._tokens.verify(bearer(handler_call_details.invocation_metadata or ()))
@@ -147,6 +177,11 @@ class TokenInterceptor(grpc.ServerInterceptor):
         except OSError:
             return _refusal("the server's token file cannot be read: its operator must mend it")
         return handler
+
+
+def is_open(method: str) -> bool:
+    """Whether a method, by its full name, needs no token."""
+    return method.startswith(_OPEN_SERVICES)
 
 
 def bearer(metadata: Any) -> str:
@@ -164,7 +199,7 @@ def bearer(metadata: Any) -> str:
 def identity_of(context: Context) -> str:
     """What limits are counted by: a digest of the token, or of nothing on a server without authentication."""
     try:
-        return hashlib.sha256(bearer(context.invocation_metadata() or ()).encode()).hexdigest()[:16]
+        return hashlib.sha256(bearer(context.invocation_metadata() or ()).encode()).hexdigest()
     except AuthError:
         return ANONYMOUS
 
@@ -172,7 +207,7 @@ def identity_of(context: Context) -> str:
 def _refusal(text: str) -> Handler:
     """Ends a call without reading from it: who may not enter holds no thread by sending nothing."""
 
-    def refuse(_: object, __: Context) -> NoReturn:
-        raise AuthError(text)
+    def refuse(_: object, context: Context) -> NoReturn:
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,4 +1,5 @@
-"""What every call passes: waits for its client get an end, bytes become messages, and errors become statuses."""
+"""What every call passes: it takes a place, waits for its client get an end, bytes become messages, and errors become
+statuses."""
 
 from __future__ import annotations
 
@@ -6,11 +7,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from sordino.server.auth import is_open
+from sordino.server.places import Places, end
 from sordino.shared.errors import BundleError, ProtocolError, SordinoError, TransportError
 from sordino.shared.transport import ERROR_KEY, status_of
 
@@ -21,6 +25,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 # A health stream needs no token and has no end; clients that miss it take the server for healthy, or ask with Check.
 _REFUSED: Final = "/grpc.health.v1.Health/Watch"
+_TOKENLESS_S: Final = 2.0
 _DRAINING: Final = "the server is shutting down: try another replica, or again later"
 _SILENT: Final = "the client sent no message for too long: its place went to others, open the call again"
 _UNREAD: Final = "the client left an answer unread for too long: its place went to others, open the call again"
@@ -71,16 +76,16 @@ class Waits:
         for waiting, text in ((self._messages, _SILENT), (self._readers, _UNREAD)):
             for context in list(waiting):
                 if waiting.get(context, math.inf) < now:
-                    _end(context, grpc.StatusCode.DEADLINE_EXCEEDED, text)
+                    end(context, grpc.StatusCode.DEADLINE_EXCEEDED, text)
 
     def drain(self) -> None:
         self.draining = True
         for context in list(self._messages):
-            _end(context, grpc.StatusCode.UNAVAILABLE, _DRAINING)
+            end(context, grpc.StatusCode.UNAVAILABLE, _DRAINING)
 
 
 class DecodingInterceptor(grpc.ServerInterceptor):
-    """Wraps the calls of every service; the outermost interceptor.
+    """Wraps the calls of every service that may enter; the innermost interceptor.
 
     To gRPC each call here has a stream of requests: the one request of a unary call it would await without end, in a
     thread and before any code of ours, and bytes that are no message it would answer with INTERNAL.
@@ -94,9 +99,17 @@ class DecodingInterceptor(grpc.ServerInterceptor):
     """
 
     def __init__(
-        self, waits: Waits, service: str, *, first_s: float, idle_s: float, kv_idle_s: float = math.inf
+        self,
+        waits: Waits,
+        places: Places,
+        service: str,
+        *,
+        first_s: float,
+        idle_s: float,
+        kv_idle_s: float = math.inf,
     ) -> None:
         self._waits = waits
+        self._places = places
         self._idle_s = idle_s
         self._usual = (first_s, idle_s)
         self._seconds = {
@@ -115,6 +128,8 @@ class DecodingInterceptor(grpc.ServerInterceptor):
         if handler is None or method == _REFUSED:
             return None
         first_s, later_s = self._seconds.get(method, self._usual)
+        if is_open(method):  # a few bytes, and few places
+            first_s = min(first_s, _TOKENLESS_S)
 
         def messages(raw: Iterator[bytes], context: Context) -> Iterator[Any]:
             seconds = first_s
@@ -131,17 +146,21 @@ class DecodingInterceptor(grpc.ServerInterceptor):
             raise ProtocolError("the call ended without its message")
 
         def unary(raw: Iterator[bytes], context: Context) -> Any:
-            with _edge(context):
+            with _edge(context), self._place(method, context):
                 return (handler.stream_unary or handler.unary_unary)(argument(raw, context), context)
 
         def stream(raw: Iterator[bytes], context: Context) -> Iterator[Any]:
-            with _edge(context):
+            with _edge(context), self._place(method, context):
                 answers = (handler.stream_stream or handler.unary_stream)(argument(raw, context), context)
                 yield from self._waits.reader(answers, context, self._idle_s)
 
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
         return grpc.stream_unary_rpc_method_handler(unary, None, handler.response_serializer)
+
+    def _place(self, method: str, context: Context) -> AbstractContextManager[None]:
+        self._waits.refuse_when_draining()  # rather than for want of a place that is about to be free
+        return self._places.hold(method, context)
 
 
 class _edge:  # noqa: N801 - used like a function
@@ -164,11 +183,3 @@ class _edge:  # noqa: N801 - used like a function
         elif isinstance(error, Exception) and self._context.is_active():
             log.error("internal error: %s", type(error).__name__, exc_info=True)
             self._context.abort(grpc.StatusCode.INTERNAL, "internal error, see the server's log")
-
-
-def _end(context: Context, code: grpc.StatusCode, text: str) -> None:
-    """Ends a call from outside its thread, with a status; gRPC's public cancel() can only say CANCELLED."""
-    try:
-        context._rpc_event.call.cancel(code.value[0], text)  # type: ignore[attr-defined]
-    except (AttributeError, TypeError):  # another release of gRPC
-        context.cancel()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from numpy.typing import NDArray
 
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
-from sordino.server.auth import identity_of
 from sordino.server.blocks import BlockProducts, Wanted
 from sordino.server.decoding import Waits
 from sordino.server.kernel import RingMatrix
 from sordino.server.pages import PageSession, PageStore, evaluate
+from sordino.server.places import Places, Room
 from sordino.server.provision import product_of_masks, return_memory
 from sordino.server.store import MatrixStore
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, RangeError, UnknownGroupError
@@ -42,6 +41,7 @@ from sordino.shared.rlwe import (
 from sordino.shared.transport import BUNDLE_CHUNK_BYTES, DEFAULT_MAX_MESSAGE_BYTES
 
 Context = grpc.ServicerContext
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sordino"].full_name
 
 # A product with fewer multiplications runs on one core: waking others costs more than they save, and small products of
 # several sessions then run side by side.
@@ -69,6 +69,12 @@ class Limits:
     kv_idle_s: float = 600.0
     max_downloads: int = 32
     max_downloads_per_identity: int = 4
+    # Manifests and reflection.
+    max_short_calls: int = 128
+    max_short_calls_per_identity: int = 32
+    # Health checks, which need no token.
+    max_tokenless: int = 64
+    max_tokenless_per_address: int = 8
     first_message_s: float = 10.0
     # Between messages of a provisioning stream, and for an answer to be read. A message of the largest size takes over
     # a minute where a line does one megabit a second. An open evaluation stream may rest for ever.
@@ -89,11 +95,13 @@ class SordinoService(pb_grpc.SordinoServicer):
 
     Attributes:
         waits: the calls that wait for their client; the interceptor enters them.
+        places: the calls that are open; the interceptor enters them too.
         pages: of the KV caches of all open ``Attend`` streams.
     """
 
     def __init__(self, store: MatrixStore, limits: Limits, *, allow_clear: bool = False) -> None:
         self.waits = Waits()
+        self.places = _places(limits)
         self._store = store
         self._limits = limits
         self._protocols = [pb.PROTOCOL_MASKED, pb.PROTOCOL_RLWE, *([pb.PROTOCOL_CLEAR] if allow_clear else [])]
@@ -101,8 +109,6 @@ class SordinoService(pb_grpc.SordinoServicer):
         self._blocks = BlockProducts(limits.max_encoded_bytes, parallel=self._cores > 1)
         self.pages = PageStore(limits.max_page_bytes, limits.max_page_bytes_per_session, limits.kv_evict_s)
         self._wide = threading.Lock()
-        self._lock = threading.Lock()
-        self._open: Counter[tuple[str, str]] = Counter()
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -116,28 +122,26 @@ class SordinoService(pb_grpc.SordinoServicer):
         )
 
     def FetchFile(self, request: pb.FetchFileRequest, context: Context) -> Iterator[pb.FileChunk]:  # noqa: N802
-        limits = self._limits
-        with self._admit("download", context, limits.max_downloads, limits.max_downloads_per_identity):
-            path = self._store.client_file(request.name)
-            if path is None:
-                raise UnknownGroupError("no such file in the client bundle")
-            size = self._store.manifest.client_files[request.name].size
-            if request.offset > size:
-                raise ProtocolError(f"offset {request.offset} is past the file's {size} bytes")
-            with path.open("rb") as file:
-                file.seek(request.offset)
-                offset = request.offset
-                while data := file.read(BUNDLE_CHUNK_BYTES):
-                    yield pb.FileChunk(offset=offset, data=data)
-                    offset += len(data)
+        del context
+        path = self._store.client_file(request.name)
+        if path is None:
+            raise UnknownGroupError("no such file in the client bundle")
+        size = self._store.manifest.client_files[request.name].size
+        if request.offset > size:
+            raise ProtocolError(f"offset {request.offset} is past the file's {size} bytes")
+        with path.open("rb") as file:
+            file.seek(request.offset)
+            offset = request.offset
+            while data := file.read(BUNDLE_CHUNK_BYTES):
+                yield pb.FileChunk(offset=offset, data=data)
+                offset += len(data)
 
     def Provision(  # noqa: N802
         self, request_iterator: Iterator[pb.ProvisionRequest], context: Context
     ) -> Iterator[pb.ProvisionResponse]:
-        limits = self._limits
+        del context
         try:
-            with self._admit("provisioning", context, limits.max_provisioning, limits.max_provisioning_per_identity):
-                yield from self._provision(request_iterator)
+            yield from self._provision(request_iterator)
         finally:
             return_memory()
 
@@ -161,31 +165,27 @@ class SordinoService(pb_grpc.SordinoServicer):
     def Evaluate(  # noqa: N802
         self, request_iterator: Iterator[pb.EvaluateRequest], context: Context
     ) -> Iterator[pb.EvaluateResponse]:
-        limits = self._limits
-        with self._admit("evaluation", context, limits.max_streams, limits.max_streams_per_identity):
-            torch.set_num_threads(1)  # of this thread's products
-            opened = False
-            answer = self._product
-            for request in request_iterator:
-                if not opened:
-                    self._check_open(request)
-                    opened = True
-                    if request.open.protocol == pb.PROTOCOL_RLWE:
-                        answer = self._encrypted_product
-                    yield pb.EvaluateResponse(id=request.id)
-                    continue
-                if request.HasField("open"):
-                    raise ProtocolError("`open` belongs on the first message of a stream only")
-                yield answer(request, self._matrix(request.group))
+        del context
+        torch.set_num_threads(1)  # of this thread's products
+        opened = False
+        answer = self._product
+        for request in request_iterator:
+            if not opened:
+                self._check_open(request)
+                opened = True
+                if request.open.protocol == pb.PROTOCOL_RLWE:
+                    answer = self._encrypted_product
+                yield pb.EvaluateResponse(id=request.id)
+                continue
+            if request.HasField("open"):
+                raise ProtocolError("`open` belongs on the first message of a stream only")
+            yield answer(request, self._matrix(request.group))
 
     def Attend(  # noqa: N802
         self, request_iterator: Iterator[pb.AttendRequest], context: Context
     ) -> Iterator[pb.AttendResponse]:
-        limits = self._limits
-        with (
-            self._admit("attention", context, limits.max_attention, limits.max_attention_per_identity),
-            self.pages.session() as session,
-        ):
+        del context
+        with self.pages.session() as session:
             opened = False
             for request in request_iterator:
                 if request.HasField("open") == opened:
@@ -328,26 +328,6 @@ class SordinoService(pb_grpc.SordinoServicer):
                 f"the answer would have {size} bytes, the limit is {self._limits.max_message_bytes}: ask in parts"
             )
 
-    # -- admission ---------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _admit(self, what: str, context: Context, total: int, per_identity: int) -> Iterator[None]:
-        key = (what, identity_of(context))
-        self.waits.refuse_when_draining()  # rather than for want of a place that is about to be free
-        with self._lock:
-            if sum(count for (kind, _), count in self._open.items() if kind == what) >= total:
-                raise LimitError(f"the server has its {total} {what} streams: try again later")
-            if self._open[key] >= per_identity:
-                raise LimitError(f"this token has its {per_identity} {what} streams: close one first")
-            self._open[key] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open[key] -= 1
-                if not self._open[key]:
-                    del self._open[key]
-
     @contextmanager
     def _all_cores(self) -> Iterator[None]:
         """One wide product at a time, on all cores; afterwards this thread is back to one."""
@@ -357,6 +337,20 @@ class SordinoService(pb_grpc.SordinoServicer):
                 yield
             finally:
                 torch.set_num_threads(1)
+
+
+def _places(limits: Limits) -> Places:
+    streams = {
+        "Evaluate": Room("evaluation streams", limits.max_streams, limits.max_streams_per_identity),
+        "Attend": Room("attention streams", limits.max_attention, limits.max_attention_per_identity),
+        "Provision": Room("provisioning streams", limits.max_provisioning, limits.max_provisioning_per_identity),
+        "FetchFile": Room("downloads", limits.max_downloads, limits.max_downloads_per_identity),
+    }
+    return Places(
+        {f"/{SERVICE_NAME}/{name}": room for name, room in streams.items()},
+        Room("short calls", limits.max_short_calls, limits.max_short_calls_per_identity),
+        Room("calls without a token", limits.max_tokenless, limits.max_tokenless_per_address),
+    )
 
 
 def _range(what: str, first: int, count: int, size: int) -> slice:
