@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -15,7 +17,7 @@ from platformdirs import user_cache_path
 
 from sordino.client.transport import Connection
 from sordino.shared.errors import BundleError, TransportError
-from sordino.shared.manifest import FileSpec, sha256_file
+from sordino.shared.manifest import FileSpec, ModelManifest, sha256_file
 
 BundleProgress = Callable[[int, int], None]
 """Called with (bytes there, bytes in all)."""
@@ -46,6 +48,8 @@ _FORBIDDEN_KEYS: Final = frozenset(
     {"auto_map", "custom_generate", "custom_pipelines", "quantization_config", "adapter"}
 )
 _MAX_JSON_BYTES: Final = 16 << 20
+_MAX_TOKENIZER_BYTES: Final = 512 << 20  # the largest published ones have some 40 MB
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def fetch_bundle(connection: Connection, *, cache: Path | None = None, progress: BundleProgress | None = None) -> Path:
@@ -55,7 +59,8 @@ def fetch_bundle(connection: Connection, *, cache: Path | None = None, progress:
         cache: where bundles are kept; None takes the user's cache folder.
 
     Raises:
-        BundleError: a file is not what the manifest says, or one that a client does not accept.
+        BundleError: a file is not what the manifest says, or one that a client does not accept; or the disk does not
+            take it.
         TransportError: the server went away; the part that came is kept and the next call goes on from there.
     """
     files = connection.manifest.client_files
@@ -66,20 +71,80 @@ def fetch_bundle(connection: Connection, *, cache: Path | None = None, progress:
         if needed not in files:
             raise BundleError(f"the client bundle has no {needed}")
     folder = (cache or user_cache_path("sordino") / "bundles") / connection.manifest.fingerprint
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     total, there = sum(spec.size for spec in files.values()), 0
-    # One download at a time: a second process waits, then finds the files.
-    with open(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)) as lock:
-        _wait_for(lock, folder, connection.timeout_s)
-        for name, spec in files.items():
-            path = folder / name
-            if not (path.is_file() and sha256_file(path) == spec):
-                _download(connection, name, spec, path, _offset(progress, there, total))
-            there += spec.size
-            if progress:
-                progress(there, total)
-    _check_untrusted(folder)
+    with _disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # One download at a time: a second process waits, then finds the files.
+        with open(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)) as lock:
+            _wait_for(lock, folder, connection.timeout_s)
+            missing = {name for name, spec in files.items() if not _holds(folder / name, spec)}
+            _check_room(folder, {name: files[name] for name in missing})
+            # The config first: it says how large the weights can be.
+            for name in sorted(files, key=lambda name: name != "config.json"):
+                if name in missing:
+                    _check_size(name, files[name], folder, connection.manifest)
+                    _download(connection, name, files[name], folder / name, _offset(progress, there, total))
+                there += files[name].size
+                if progress:
+                    progress(there, total)
+        _check_untrusted(folder)
     return folder
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # the latter of a path with a NUL
+        if isinstance(error, ValueError) and "null" not in str(error):
+            raise
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise BundleError(f"the client bundle cannot be kept in {str(folder)[:200]!r}: {why}") from None
+
+
+def _holds(path: Path, spec: FileSpec) -> bool:
+    # By size first: only the right one is worth reading.
+    return path.is_file() and path.stat().st_size == spec.size and sha256_file(path) == spec
+
+
+def _check_room(folder: Path, files: Mapping[str, FileSpec]) -> None:
+    parts = sum(_size(folder / f"{name}.part") for name in files)
+    needed, free = sum(spec.size for spec in files.values()) - parts, shutil.disk_usage(folder).free
+    if needed > free:
+        raise BundleError(
+            f"the client bundle needs {needed / 1e6:,.0f} MB in {str(folder)!r}, of which {free / 1e6:,.0f} MB are free"
+        )
+
+
+def _check_size(name: str, spec: FileSpec, folder: Path, manifest: ModelManifest) -> None:
+    """Refuses a file far larger than one of its kind can be: a server that lies must not fill the disk."""
+    limit = _MAX_TOKENIZER_BYTES
+    if name == "client.safetensors":
+        limit = _most_weights(read_json(folder / "config.json"), manifest)
+    elif name.endswith("config.json"):
+        limit = _MAX_JSON_BYTES
+    if spec.size > limit:
+        raise BundleError(
+            f"{name}: the manifest says {spec.size / 1e6:,.0f} MB, a sound one has at most {limit / 1e6:,.0f} MB"
+        )
+
+
+def _most_weights(config: Mapping[str, Any], manifest: ModelManifest) -> int:
+    """Generous: two embeddings of tokens and positions, and eight square matrices a layer, all in float64."""
+
+    def said(*names: str) -> int:
+        return max((value for name in names if isinstance(value := config.get(name), int)), default=0)
+
+    rows = 2 * said("vocab_size") + said("max_position_embeddings", "n_positions")
+    wide = max(group.in_features for group in manifest.groups)
+    wide = max(wide, said("hidden_size", "n_embd", "intermediate_size", "n_inner", "ffn_dim"))
+    return 8 * wide * (rows + 8 * wide * said("num_hidden_layers", "n_layer")) + _MAX_JSON_BYTES
+
+
+def _size(path: Path) -> int:
+    with suppress(FileNotFoundError):  # a holder of the lock renames what it has fetched
+        return path.stat().st_size
+    return 0
 
 
 def _wait_for(lock: IO[str], folder: Path, timeout_s: float) -> None:
@@ -89,7 +154,7 @@ def _wait_for(lock: IO[str], folder: Path, timeout_s: float) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            there = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+            there = sum(_size(path) for path in folder.iterdir())
             if there != seen:
                 seen, deadline = there, time.monotonic() + timeout_s
             elif time.monotonic() > deadline:
@@ -123,7 +188,17 @@ def _download(connection: Connection, name: str, spec: FileSpec, path: Path, pro
                 if file.tell() == before:
                     raise TransportError(f"the server sent {before} of {spec.size} bytes of {name}")
 
-    connection.retrying(attempt)
+    try:
+        connection.retrying(attempt)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        part.unlink(missing_ok=True)  # of use to nobody, while others need the room
+        free = shutil.disk_usage(path.parent).free
+        raise BundleError(
+            f"{name} needs {spec.size / 1e6:,.0f} MB in {str(path.parent)!r}, of which {free / 1e6:,.0f} MB are free: "
+            f"{error.strerror}"
+        ) from None
     if not part.exists():
         part.touch()
     if sha256_file(part) != spec:

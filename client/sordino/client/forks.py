@@ -1,4 +1,4 @@
-"""Which process this is, also across a fork into another PID namespace, where numbers begin anew; and whose a thing is."""
+"""Which process this is, also across a fork into another PID namespace, where numbers begin anew."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ class Connection:
     def close(self) -> None:
         """Ends all calls, in whichever thread they wait, and all retrying. May be called again.
 
-        In a forked child it does nothing: the calls are the parent's, and gRPC would wait for threads that are not there.
+        In a forked child it does nothing: the calls are the parent's, and gRPC's threads are not there to wait for.
         """
         if not self.owner.here():
             return

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class Fake(pb_grpc.SordinoServicer):  # type: ignore[misc]
 
     def __init__(self, bundle: Path) -> None:
         self.bundle = bundle
+        self.manifest = ModelManifest.load(bundle)
         self.evaluate: Callable[[Iterator[Any], Any], Iterator[Any]] = self.silence
         self.provision: Callable[[Iterator[Any], Any], Iterator[Any]] = self.silence
         self.fetch: Callable[[Any, Any], Iterator[Any]] = lambda request, context: self.silence(
@@ -52,7 +54,7 @@ class Fake(pb_grpc.SordinoServicer):  # type: ignore[misc]
         yield from ()
 
     def GetManifest(self, request: Any, context: Any) -> pb.GetManifestResponse:
-        manifest = (self.bundle / "manifest.json").read_bytes()
+        manifest = self.manifest.to_json()
         return pb.GetManifestResponse(manifest=manifest, max_message_bytes=8 << 20, protocols=[pb.PROTOCOL_MASKED])
 
     def FetchFile(self, request: Any, context: Any) -> Iterator[Any]:
@@ -213,6 +215,69 @@ def test_a_download_that_moves_on_between_breaks_is_not_given_up(
     with Clock() as clock:
         assert (fetch_bundle(connection, cache=tmp_path) / "client.safetensors").is_file()
     assert clock.took > 2 * connection.retry_s
+
+
+# -- room on the disk --------------------------------------------------------------------------------------------------
+
+
+def _announce(fake: Fake, name: str, size: int) -> None:
+    files = dict(fake.manifest.client_files)
+    fake.manifest = replace(fake.manifest, client_files=files | {name: replace(files[name], size=size)})
+
+
+def _send(fake: Fake) -> None:
+    def fetch(request: Any, context: Any) -> Iterator[Any]:
+        data = (fake.bundle / "client" / request.name).read_bytes()[request.offset :]
+        yield pb.FileChunk(offset=request.offset, data=data)
+
+    fake.fetch = fetch
+
+
+def test_more_than_the_disk_has_is_refused_before_a_byte(
+    fake: Fake, link: Callable[..., Connection], tmp_path: Path
+) -> None:
+    _announce(fake, "tokenizer.json", (1 << 48) - 1)
+    with pytest.raises(BundleError, match=r"needs 281,\d{3},\d{3} MB in .* of which [\d,]+ MB are free"):
+        fetch_bundle(link(), cache=tmp_path)
+    assert not fake.calls
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("client.safetensors", 1 << 30), ("tokenizer.json", 600 << 20), ("generation_config.json", 20 << 20)],
+)
+def test_a_file_far_larger_than_its_kind_is_refused(
+    fake: Fake, link: Callable[..., Connection], tmp_path: Path, name: str, size: int
+) -> None:
+    """Of the tiny model's config, which is there by then, follows that its weights have no gigabyte."""
+    _send(fake)
+    _announce(fake, name, size)
+    connection = link()
+    with pytest.raises(BundleError, match=f"{name}: the manifest says"):
+        fetch_bundle(connection, cache=tmp_path)
+    assert not list(tmp_path.rglob(f"{name}*"))
+
+
+def test_a_disk_that_fills_up_ends_it_in_one_line(fake: Fake, link: Callable[..., Connection], tmp_path: Path) -> None:
+    _send(fake)
+    connection = link()
+    part = tmp_path / connection.manifest.fingerprint / "client.safetensors.part"
+    part.parent.mkdir()
+    part.symlink_to("/dev/full")
+    with pytest.raises(BundleError, match=r"client.safetensors needs .* MB are free: No space left"):
+        fetch_bundle(connection, cache=tmp_path)
+    assert not part.is_symlink(), "what came of it still takes room"
+    assert (fetch_bundle(connection, cache=tmp_path) / "client.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("cache", "why"), [("file", "exists|directory"), ("x" * 300, "too long"), ("a\0b", "null")])
+def test_a_cache_that_is_no_folder(
+    fake: Fake, link: Callable[..., Connection], tmp_path: Path, cache: str, why: str
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BundleError, match=f"cannot be kept in .*({why})"):
+        fetch_bundle(link(), cache=tmp_path / cache)
+    assert not fake.calls
 
 
 # -- silence -----------------------------------------------------------------------------------------------------------
