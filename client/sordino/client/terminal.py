@@ -24,6 +24,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from sordino.client.chat import render
 from sordino.shared.errors import AuthError, RangeError
 
 if TYPE_CHECKING:
@@ -127,9 +128,8 @@ def encode_prompt(link: Connected, text: str, *, raw: bool = False, system: str 
     Raises:
         RangeError: nothing to ask, messages that the template does not take, or a prompt longer than the model's
             positions.
+        BundleError: the template fails, or takes far too long.
     """
-    from jinja2 import TemplateError
-
     tokenizer = link.tokenizer
     if not text.strip():
         raise RangeError("the prompt is empty: there is nothing to send")
@@ -139,17 +139,8 @@ def encode_prompt(link: Connected, text: str, *, raw: bool = False, system: str 
         encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not own)
     else:
         messages = [{"role": "system", "content": system}] if system else []
-        try:
-            encoded = tokenizer.apply_chat_template(
-                [*messages, {"role": "user", "content": text}],
-                add_generation_prompt=True,
-                return_tensors="pt",
-                return_dict=True,
-            )
-        except TemplateError:
-            raise RangeError(
-                "the model's chat template refuses these messages: leave out --system, or use --raw"
-            ) from None
+        rendered = render(tokenizer, [*messages, {"role": "user", "content": text}])
+        encoded = tokenizer(rendered, return_tensors="pt", add_special_tokens=False)
     limit = getattr(link.model.config, "max_position_embeddings", None)
     length = encoded["input_ids"].shape[1]
     if limit and length >= limit:
