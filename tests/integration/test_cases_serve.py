@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
+import errno
+import os
 import shutil
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import grpc
 import pytest
 import torch
+from stack import ServerProcess
 
-from sordino.server import app
+from sordino.server import app, tls
+from sordino.server.auth import TokenFile
 from sordino.server.tls import make_certificates
 from sordino.shared.cli import main
 
@@ -31,9 +38,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr(app, "serve", lambda *_, **__: print("served"))
 
-    def command(*arguments: object) -> Outcome:
+    def command(*arguments: object, state: object = tmp_path / "state") -> Outcome:
         capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["sordino", *map(str, arguments), "--state", str(tmp_path / "state")])
+        free = () if "--port" in arguments or arguments[0] != "serve" else ("--port", "0")
+        monkeypatch.setattr(sys, "argv", ["sordino", *map(str, arguments), *free, "--state", str(state)])
         try:
             main()
             code = 0
@@ -60,6 +68,7 @@ def test_what_can_run_is_run(bundles: Callable[..., Path], run: Run, tmp_path: P
         "ca.pem",
         "server.pem",
         "server.key",
+        "ca.key",
         "tokens.json",
         "token",
     }
@@ -88,6 +97,19 @@ def test_what_can_run_is_run(bundles: Callable[..., Path], run: Run, tmp_path: P
         (("--max-message-mib", "-8"), "the message limit must be"),
         (("--max-message-mib", "1025"), "the message limit must be"),
         (("--host", "0.0.0.0", "--no-auth"), "loopback alone"),
+        (("--host", "a b"), "--host 'a b' is no address and cannot be resolved"),
+        (("--host", "256.1.1.1"), "--host '256.1.1.1' is no address and cannot be resolved"),
+        (("--host", "a" * 64), "is no address and cannot be resolved: no name has this form"),
+        (("--host", ""), "--host '' is no address and cannot be resolved: it is empty"),
+        (("--host", "192.0.2.1"), "--host '192.0.2.1' is not an address of this machine"),
+        (("--host", "2001:db8::1"), "--host '2001:db8::1' is not an address of this machine"),
+        (("--threads", "-1"), "--threads is 0 to"),
+        (("--threads", "1000000"), "4 for each core of this machine, not 1000000"),
+        (("--threads", "1" + "0" * 20), "--threads is 0 to"),
+        (("--port-file", "."), "--port-file . is a folder"),
+        (("--port-file", "/"), "--port-file / is a folder"),
+        (("--port-file", "nowhere/port"), "there is no folder nowhere"),
+        (("--port-file", "/dev/null/port"), "there is no folder /dev/null"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
@@ -95,6 +117,29 @@ def test_options_that_cannot_work(
     bundles: Callable[..., Path], run: Run, tmp_path: Path, options: tuple[str, ...], text: str
 ) -> None:
     refused(run("serve", bundles("llama"), *options), text, tmp_path / "state")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_port_that_is_taken(bundles: Callable[..., Path], run: Run, tmp_path: Path, host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        outcome = run("serve", bundles("llama"), "--host", host, "--port", port)
+        refused(outcome, f"cannot listen on {host}:{port}: the port is taken, is another server", tmp_path / "state")
+
+
+def _has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as trial:
+        return trial.connect_ex(("::1", 9)) in (0, errno.ECONNREFUSED)
+
+
+@pytest.mark.skipif(not socket.has_ipv6 or not _has_ipv6(), reason="no IPv6 on loopback")
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_hosts_with_an_ipv6_address(bundles: Callable[..., Path], tmp_path: Path, host: str) -> None:
+    with ServerProcess(bundles("llama"), tmp_path, arguments=("--host", host)) as server:
+        ca = grpc.ssl_channel_credentials(server.ca.read_bytes())
+        with grpc.secure_channel(f"[::1]:{server.port}", ca, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"", wait_for_ready=True, timeout=20)
+        assert f"serving on grpcs://[::1]:{server.port}" in server.log()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
@@ -113,7 +158,9 @@ def test_a_folder_that_is_no_bundle(bundles: Callable[..., Path], run: Run, tmp_
     refused(run("serve", bundle), "BundleError", tmp_path / "state")
 
 
-def test_certificates_of_ones_own(bundles: Callable[..., Path], run: Run, tmp_path: Path) -> None:
+def test_certificates_of_ones_own(
+    bundles: Callable[..., Path], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = make_certificates(tmp_path / "own", ["localhost"])
     other = make_certificates(tmp_path / "other", ["localhost"])
     (junk := tmp_path / "junk.pem").write_text("-----BEGIN CERTIFICATE-----\nnothing\n-----END CERTIFICATE-----\n")
@@ -130,8 +177,18 @@ def test_certificates_of_ones_own(bundles: Callable[..., Path], run: Run, tmp_pa
     ):
         outcome = run("serve", bundles("llama"), "--tls-cert", certificate, "--tls-key", key)
         refused(outcome, text, tmp_path / "state")
-    outcome = run("serve", bundles("llama"), "--tls-cert", own.certificate, "--tls-key", own.key)
-    assert outcome.out == "served\n"
+    for days, text in ((-400, "server.pem expired on"), (400, "server.pem is not valid before")):
+        shifted = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+        with monkeypatch.context() as patch:
+            patch.setattr(tls, "_now", lambda shifted=shifted: shifted)
+            past = make_certificates(tmp_path / str(days), ["localhost"])
+        outcome = run("serve", bundles("llama"), "--tls-cert", past.certificate, "--tls-key", past.key)
+        refused(outcome, text, tmp_path / "state")
+    pair = ("--tls-cert", own.certificate, "--tls-key", own.key)
+    outcome = run("serve", bundles("llama"), *pair, "--hostnames", "localhost,a.example")
+    refused(outcome, "is not for a.example, it is for localhost: pass another", tmp_path / "state")
+    assert run("serve", bundles("llama"), *pair, "--hostnames", "localhost").out == "served\n"
+    assert run("serve", bundles("llama"), *pair).out == "served\n"
 
 
 @pytest.mark.parametrize(
@@ -155,6 +212,78 @@ def test_a_malformed_token_file(run: Run, tmp_path: Path) -> None:
     outcome = run("token", "somebody")
     assert (outcome.code, outcome.out, "malformed" in outcome.err) == (1, "", True)
     assert "Traceback" not in outcome.err
+
+
+def test_a_state_folder_that_lost_something(
+    run: Run, bundles: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, serve = tmp_path / "state", ("serve", bundles("llama"))
+    assert "first client token" in run(*serve).err
+    kept = {path.name: path.read_bytes() for path in state.iterdir()}
+    assert run(*serve).err == ""
+    assert {path.name: path.read_bytes() for path in state.iterdir()} == kept
+    (state / "tokens.json").unlink()
+    assert "tokens.json is gone: all tokens that were given out are void" in run(*serve).err
+    assert TokenFile(state / "tokens.json").verify((state / "token").read_text().strip()) == "first"
+    (state / "tokens.json").write_text("[]")
+    assert run(*serve).out == "served\n"
+    assert "holds no token, so nobody can enter" in caplog.text
+    for text in ("", "[{}]"):
+        (state / "tokens.json").write_text(text)
+        outcome = run(*serve)
+        assert (outcome.code, outcome.out) == (1, "")
+        assert f"{state / 'tokens.json'} is malformed: mend it, or delete it" in outcome.err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("name", ["tokens.json", "server.key"])
+def test_files_of_root_and_a_server_that_is_not(
+    run: Run, bundles: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    bundle = bundles("llama")
+    assert run("serve", bundle).out == "served\n"
+    state = tmp_path / "state"
+    for path in (tmp_path, state, *state.iterdir()):
+        path.chmod(0o755)
+    (state / name).chmod(0o600)
+    # What lies above may be closed to others: the paths are relative, the bundle's too.
+    shutil.copytree(bundle, tmp_path / "bundle")
+    monkeypatch.chdir(tmp_path)
+    os.seteuid(65534)
+    try:
+        outcome = run("serve", "bundle", state="state")
+    finally:
+        os.seteuid(0)
+    assert (outcome.code, outcome.out) == (1, "")
+    [line] = outcome.err.splitlines()
+    assert f"state/{name} cannot be read: Permission denied (it belongs to root, the server is run by nobody" in line
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_what_root_issues_the_server_can_read(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    os.chown(tmp_path / "state", 65534, 65534)
+    for _ in range(2):
+        assert run("token", "somebody").out.startswith("sord_")
+        assert (tmp_path / "state/tokens.json").stat().st_uid == 65534
+
+
+def test_tokens_are_listed_and_revoked(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "state/tokens.json"
+    refused(run("token", "--list"), f"there is no {file}", tmp_path / "state")
+    kept, *_ = (run("token", name, *days).out.strip() for name, *days in (("one",), ("two", "--days", 1), ("two",)))
+    listed = run("token", "--list").out
+    assert [line.split()[0] for line in listed.splitlines()] == ["one", "two", "two"]
+    assert listed.count("for ever") == 2
+    assert kept not in listed
+    assert run("token", "two", "--revoke").err == "2 taken away\n"
+    assert [record.name for record in TokenFile(file).records()] == ["one"]
+    assert TokenFile(file).verify(kept) == "one"
+    before = file.read_bytes()
+    for arguments in (("two", "--revoke"), ("--revoke",), ("one", "--list"), ("one", "--list", "--revoke"), ()):
+        outcome = run("token", *arguments)
+        assert (outcome.code, outcome.out, outcome.err.count("\n")) == (1, "", 1)
+    assert file.read_bytes() == before
 
 
 def test_files_that_were_there_become_private(run: Run, bundles: Callable[..., Path], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
+from sordino.server import address
 from sordino.server.auth import TokenFile, TokenInterceptor
 from sordino.server.decoding import DecodingInterceptor
 from sordino.server.service import SERVICE_NAME, Limits, SordinoService
@@ -191,13 +192,14 @@ def _raise_file_limit() -> None:
 
 
 def _listen(server: grpc.Server, config: ServerConfig) -> int:
-    address = f"{config.host}:{config.port}"
+    address.check(config.host, config.port)
+    where = address.join(config.host, config.port)
     try:
         if config.tls is None:
-            return server.add_insecure_port(address)
-        return server.add_secure_port(address, grpc.ssl_server_credentials([config.tls.read()]))
+            return server.add_insecure_port(where)
+        return server.add_secure_port(where, grpc.ssl_server_credentials([config.tls.read()]))
     except RuntimeError as error:
-        raise SordinoError(f"cannot listen on {address}: is another server there?") from error
+        raise SordinoError(f"cannot listen on {where}: is another server there?") from error
 
 
 def _check_device(name: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import math
 import re
 import secrets
@@ -19,15 +20,17 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import grpc
 
-from sordino.server.files import locked, replace
+from sordino.server.files import locked, replace, unreadable
 from sordino.shared.errors import AuthError, SordinoError
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
     Context = grpc.ServicerContext
+log = logging.getLogger(__name__)
 ANONYMOUS: Final = "anonymous"
 _OPEN_SERVICES: Final = ("/grpc.health.v1.Health/",)
 _MAX_DAYS: Final = 36_500
+_LAST_S: Final = 253_402_300_799  # of the year 9999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +124,25 @@ class TokenFile:
         if found is None:
             raise AuthError("the token is not known to this server")
         if found.expires is not None and found.expires < time.time():
-            when = time.strftime("%Y-%m-%d", time.gmtime(max(0, found.expires)))
-            raise AuthError(f"the token expired on {when}: ask the provider for another")
+            raise AuthError(f"the token expired on {day(found.expires)}: ask the provider for another")
         return found.name
+
+    def check(self) -> bool:
+        """Whether the file is there; what is wrong with it is said to who runs the server.
+
+        Raises:
+            SordinoError: it is malformed, or cannot be read.
+        """
+        try:
+            if not self._load():
+                log.warning("%s holds no token, so nobody can enter: `sordino token` issues one", self._path)
+        except FileNotFoundError:
+            return False
+        except AuthError:
+            raise AuthError(f"{self._path} is malformed: mend it, or delete it to begin anew") from None
+        except OSError as error:
+            raise SordinoError(unreadable(self._path, error)) from error
+        return True
 
     def valid(self) -> set[str]:
         """The digests of all tokens that are known and have not expired.
@@ -147,6 +166,11 @@ class TokenFile:
                 raise AuthError("the server's token file is malformed: its operator must mend it") from error
             self._stamp = stamp
         return self._records
+
+
+def day(seconds: float) -> str:
+    """The date of a time since the epoch, no earlier than that."""
+    return time.strftime("%Y-%m-%d", time.gmtime(min(max(0, seconds), _LAST_S)))
 
 
 def _fresh(name: str, days: float | None) -> tuple[str, TokenRecord]:

@@ -9,11 +9,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from sordino.shared.errors import SordinoError, UnsupportedModelError
 
 console = Console(stderr=True)
 DEFAULT_STATE = Path(".sordino-server")
+_THREADS_A_CORE = 4
 
 
 class Rounding(StrEnum):
@@ -71,14 +73,19 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 50551,
     state: Annotated[Path, typer.Option(help="Where certificates and tokens live.")] = DEFAULT_STATE,
-    hostnames: Annotated[str, typer.Option(help="Names for the self-made certificate.")] = "localhost,127.0.0.1",
+    hostnames: Annotated[
+        str | None,
+        typer.Option(help="Names that the certificate must have; a self-made one has localhost,127.0.0.1,::1 without."),
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Your own certificate (PEM), with --tls-key.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS; loopback only.")] = False,
     no_auth: Annotated[bool, typer.Option("--no-auth", help="No tokens; loopback only.")] = False,
     allow_clear: Annotated[bool, typer.Option("--allow-clear", help="Answer unmasked rows too; for tests.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads of the kernels; 0 takes all cores.", min=0)] = 0,
+    threads: Annotated[
+        int, typer.Option(help="CPU threads of the kernels, at most four a core; 0 is one for each core.")
+    ] = 0,
     grace: Annotated[float, typer.Option(help="Seconds for running calls after SIGTERM.")] = 10.0,
     max_message_mib: Annotated[int, typer.Option(help="Largest message.")] = 8,
     encoded_mib: Annotated[
@@ -92,6 +99,7 @@ def serve(
     """Host a split model over gRPC."""
     import torch
 
+    from sordino.server import address
     from sordino.server.app import ServerConfig
     from sordino.server.app import serve as run
     from sordino.server.auth import TokenFile
@@ -99,14 +107,20 @@ def serve(
     from sordino.server.tls import TlsFiles, make_certificates
     from sordino.shared.manifest import ModelManifest
 
+    most = _THREADS_A_CORE * (os.cpu_count() or 1)
+    if not 0 <= threads <= most:
+        raise SordinoError(f"--threads is 0 to {most}, {_THREADS_A_CORE} for each core of this machine, not {threads}")
     if threads:
         torch.set_num_threads(threads)
+    if port_file:
+        _check_port_file(port_file)
+    names = None if hostnames is None else [name.strip() for name in hostnames.split(",") if name.strip()]
     if (tls_cert is None) != (tls_key is None):
         raise SordinoError("--tls-cert and --tls-key belong together")
     tls = None if insecure else TlsFiles.self_made(state)
     if tls_cert and tls_key:
         tls = TlsFiles(ca=tls_cert, certificate=tls_cert, key=tls_key)
-        tls.read()
+        tls.check(names)
     tokens = None if no_auth else state / "tokens.json"
     config = ServerConfig(
         bundle=bundle,
@@ -126,49 +140,76 @@ def serve(
         ),
     )
     fingerprint = ModelManifest.load(bundle).fingerprint
+    address.check(host, port)
+    known = tokens is not None and TokenFile(tokens).check()
     # Nothing is written before all that can be refused at once was looked at.
     if tls and not tls_cert:
-        make_certificates(state, [name.strip() for name in hostnames.split(",") if name.strip()])
-    if tokens and not tokens.exists():
+        make_certificates(state, names)
+    if tokens and not known:
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        first = TokenFile(tokens).issue("first")
-        with open(os.open(state / "token", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            os.fchmod(file.fileno(), 0o600)  # also where the file was there
-            file.write(first + "\n")
-        console.print(f"first client token written to {state / 'token'}")
+        gone = (state / "token").exists()
+        if TokenFile(tokens).issue_first(state / "token"):
+            if gone:
+                console.print(f"[bold red]{tokens} is gone[/]: all tokens that were given out are void", soft_wrap=True)
+            console.print(f"first client token written to {state / 'token'}", soft_wrap=True)
 
     def ready(bound: int) -> None:
         scheme = "grpcs" if tls else "grpc"
-        console.print(
-            f"serving on {scheme}://{host}:{bound}" + ("  [bold red]protocol=clear allowed[/]" if allow_clear else "")
-        )
+        where = escape(f"{scheme}://{address.join(host, bound)}")
+        console.print(f"serving on {where}" + ("  [bold red]protocol=clear allowed[/]" if allow_clear else ""))
         console.print(f"fingerprint {fingerprint}", highlight=False, soft_wrap=True)
         if tls and not tls_cert:
             if host not in ("127.0.0.1", "localhost", "::1", "[::1]"):
-                console.print(f"clients elsewhere use a name in --hostnames ({hostnames}), and a copy of {tls.ca}")
+                console.print(f"clients elsewhere use a name in --hostnames, and a copy of {tls.ca}", soft_wrap=True)
             console.print(
                 f'try: sordino generate "Hello" --server grpcs://localhost:{bound} --ca {tls.ca} '
-                f"--token-file {state / 'token'}",
+                f"--token-file {state / 'token' if (state / 'token').exists() else 'FILE'}",
                 soft_wrap=True,
             )
         if port_file:
-            temporary = port_file.with_suffix(".tmp")
+            temporary = port_file.with_name(f".{port_file.name}.tmp")
             temporary.write_text(str(bound))
             temporary.replace(port_file)
 
     run(config, ready=ready)
 
 
+def _check_port_file(path: Path) -> None:
+    if path.is_dir() or not path.name:
+        raise SordinoError(f"--port-file {path} is a folder: name a file")
+    if not path.parent.is_dir():
+        raise SordinoError(f"--port-file {path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise SordinoError(f"--port-file {path}: the folder {path.parent} cannot be written")
+
+
 def token(
-    name: Annotated[str, typer.Argument(help="Whose token; shown in metrics, never the token itself.")],
+    name: Annotated[
+        str | None, typer.Argument(help="Whose token; shown in metrics, never the token itself.", show_default=False)
+    ] = None,
     state: Annotated[Path, typer.Option(help="The server's state folder.")] = DEFAULT_STATE,
     days: Annotated[float | None, typer.Option(help="Valid for so many days; for ever by default.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="Say whose tokens there are, and until when.")] = False,
+    revoke: Annotated[bool, typer.Option("--revoke", help="Take all tokens of this name away.")] = False,
 ) -> None:
-    """Issue a client token (printed once, stored as a hash). A running server takes it up at once."""
-    from sordino.server.auth import TokenFile
+    """Issue a client token (printed once, stored as a hash), list or revoke tokens; a running server is told."""
+    from sordino.server.auth import TokenFile, day
 
+    file = TokenFile(state / "tokens.json")
+    if show or revoke:
+        if not file.check():
+            raise SordinoError(f"there is no {state / 'tokens.json'}")
+        if show and not revoke and name is None:
+            for record in file.records():
+                until = "for ever" if record.expires is None else f"until {day(record.expires)}"
+                typer.echo(f"{record.name}  {until}  sha256 {record.sha256[:12]}")
+            return
+        if show or name is None:
+            raise SordinoError("--list takes no name, and --revoke one")
+        console.print(f"{file.revoke(name)} taken away", highlight=False)
+        return
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     known = (state / "tokens.json").exists()
-    typer.echo(TokenFile(state / "tokens.json").issue(name, days=days))
+    typer.echo(file.issue(name or "", days=days))
     if not known:
         console.print(f"{state} is new: only a server started with this --state takes the token", soft_wrap=True)
