@@ -24,6 +24,7 @@ from sordino.client.provision import fetch_check_vectors, verify
 from sordino.client.rlwe import SecretKey
 from sordino.client.transport import Connection, EvaluationStream
 from sordino.proto.v1 import sordino_pb2 as pb
+from sordino.server.blockkernels import CompiledBlocks
 from sordino.server.blocks import BlockProducts, Wanted
 from sordino.server.kernel import Int8Kernel, RingMatrix
 from sordino.shared.errors import IntegrityError, RangeError
@@ -104,7 +105,7 @@ def matrix(weights: Any) -> tuple[RingMatrix, GroupSpec]:
 def served(weights: Any, x: Any, noise: int = 0) -> Any:
     """What a client reads of x times W when ``noise`` is added to each coefficient of the answers."""
     held, spec = matrix(weights)
-    key, products = SecretKey(), BlockProducts(0, parallel=False)
+    key, products = SecretKey(), BlockProducts(0, CompiledBlocks(parallel=False))
     (made,) = rounds(0, spec, x.shape[0], max_message_bytes=8 << 20, choices=prices(1e12)[:1])
     (block,) = made.blocks
     seed, packed, _ = block.encrypt(x, key)
@@ -144,7 +145,7 @@ def test_blocks_that_could_decode_wrongly_are_refused_before_a_product() -> None
     shape = BlockShape(1, 2, 1024, 1024, 2048)
     part = Part(slice(0, 1024), slice(0, 2048), shape)
     with pytest.raises(RangeError, match="noise bound"):
-        BlockProducts(0, parallel=False).product(
+        BlockProducts(0, CompiledBlocks(parallel=False)).product(
             held, Wanted(0, False, part, 0), bytes(32), np.zeros((2, PARAMS.n, 512), np.uint32)
         )
 

@@ -353,12 +353,14 @@ def _provisioning(link: Connected, slots: int, before: tuple[float, ...], after:
 _BARE_SERVER: Final = """
 import psutil, torch, sordino.server.cli
 from pathlib import Path
+from types import SimpleNamespace
 from sordino.server.app import ServerConfig, build_server
 from sordino.server.kernel import choose_kernel
 from sordino.server.service import Limits, SordinoService
-choose_kernel(torch.device("cpu"))
+device = torch.device("cpu")
+choose_kernel(device)
 config = ServerConfig(bundle=Path(), tls=None, tokens=None)
-server, _ = build_server(SordinoService(None, Limits()), config)
+server, _ = build_server(SordinoService(SimpleNamespace(device=device), Limits()), config)
 server.add_insecure_port("127.0.0.1:0")
 server.start()
 print(psutil.Process().memory_info().rss)

@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
+from sordino.server.blockkernels import BlockKernel
 from sordino.server.kernel import I8, RingMatrix
-from sordino.shared.packing import Part, encode_weights, multiply, useful
-from sordino.shared.rlwe import PARAMS, U32, U64, expand_uniform, intt, switch
+from sordino.shared.packing import Part
+from sordino.shared.rlwe import PARAMS, U32, U64, expand_uniform
 
 _POLYNOMIALS: Final = 1024  # encoded at a time when they are not kept: 16 MB
 _IDLE_S: Final = 10.0  # after so long unused, encoded weights make room for others
@@ -34,7 +35,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class _Kept:
-    planes: list[U32]
+    planes: list[Any]
     size: int
     used: float
 
@@ -47,13 +48,12 @@ class BlockProducts:
     turn; only what lay idle for ten seconds makes room.
 
     Args:
-        limit: bytes of encoded weights to keep.
-        parallel: use two threads for a product.
+        limit: bytes of encoded weights to keep, on the kernel's device.
     """
 
-    def __init__(self, limit: int, *, parallel: bool) -> None:
+    def __init__(self, limit: int, kernel: BlockKernel) -> None:
         self._limit = limit
-        self._parallel = parallel
+        self._kernel = kernel
         self._lock = threading.Lock()
         self._kept: dict[tuple[object, ...], _Kept] = {}
 
@@ -72,20 +72,9 @@ class BlockProducts:
         """
         c1 = expand_uniform(seed, 0, (c0.shape[1], c0.shape[2]))
         both = np.stack([c0, c1])
-        shape = wanted.part.shape
-        parts = []
-        for weights in self._encoded(matrix, wanted):
-            parts.append(multiply(weights, both, shape, parallel=self._parallel))
-        out = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=3)
-        if not wanted.bits:
-            return out[0], out[1]
-        columns = np.concatenate([out[0], out[1]], axis=2)
-        intt(columns, parallel=self._parallel)
-        blocks = out.shape[3]
-        read = np.ascontiguousarray(columns[:, useful(shape), :blocks])
-        return switch(read, wanted.bits), switch(columns[:, :, blocks:], wanted.bits)
+        return self._kernel.answer(self._encoded(matrix, wanted), both, wanted.part.shape, wanted.bits)
 
-    def _encoded(self, matrix: RingMatrix, wanted: Wanted) -> Iterator[U32]:
+    def _encoded(self, matrix: RingMatrix, wanted: Wanted) -> Iterator[Any]:
         ins, outs = wanted.part.inputs, wanted.part.outputs
         key = (wanted.group, ins.start, ins.stop, outs.start, outs.stop, wanted.part.shape)
         with self._lock:
@@ -105,7 +94,7 @@ class BlockProducts:
                 weights = np.ascontiguousarray(plane[first : first + step])
                 _check_norms(wanted, weights)
                 some = replace(shape, out_features=weights.shape[0])
-                encoded = encode_weights(weights, some, parallel=self._parallel)
+                encoded = self._kernel.encode(weights, some)
                 if keep:
                     planes.append(encoded)
                 yield encoded

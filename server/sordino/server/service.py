@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
+from sordino.server.blockkernels import choose_block_kernel
 from sordino.server.blocks import BlockProducts, Wanted
 from sordino.server.decoding import Waits
 from sordino.server.kernel import RingMatrix
@@ -106,7 +107,8 @@ class SordinoService(pb_grpc.SordinoServicer):
         self._limits = limits
         self._protocols = [pb.PROTOCOL_MASKED, pb.PROTOCOL_RLWE, *([pb.PROTOCOL_CLEAR] if allow_clear else [])]
         self._cores = torch.get_num_threads()
-        self._blocks = BlockProducts(limits.max_encoded_bytes, parallel=self._cores > 1)
+        kernel = choose_block_kernel(store.device, parallel=self._cores > 1)
+        self._blocks = BlockProducts(limits.max_encoded_bytes, kernel)
         self.pages = PageStore(limits.max_page_bytes, limits.max_page_bytes_per_session, limits.kv_evict_s)
         self._wide = threading.Lock()
 
