@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from sordino.client.terminal import connected, console, encode_prompt, timed_streamer
+from sordino.client.terminal import check_text, connected, console, encode_prompt, timed_streamer
 from sordino.shared.errors import RangeError
 
 if TYPE_CHECKING:
@@ -63,7 +64,11 @@ def generate(
     show_ids: Annotated[bool, typer.Option("--show-ids", help="Print the prompt's token ids, here alone.")] = False,
 ) -> None:
     """Stream a private answer to the terminal."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _standard_input() if prompt == "-" else prompt
+    check_text("the prompt", text)
+    check_text("--system", system or "")
+    if temperature is not None and not (temperature == 0 or _LOWEST_TEMPERATURE <= temperature < math.inf):
+        raise RangeError(f"temperature must be 0, for greedy, or from {_LOWEST_TEMPERATURE} on, not {temperature}")
     options: dict[str, Any] = {"ca": ca, "token_file": token_file, "pool": pool, "seal": seal, "batch": batch}
     options |= {"fingerprint": fingerprint, "protocol": protocol, "attention": attention}
     # No batch in the background: it would be cut short, and its traffic lost, at the end of the answer.
@@ -91,6 +96,13 @@ def generate(
             + "[/]",
             highlight=False,
         )
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise RangeError("the prompt has bytes that are not UTF-8: nothing was sent") from None
 
 
 def _carried(link: Connected) -> tuple[int, int]:
@@ -192,6 +204,7 @@ def audit_wire(
         raise typer.Exit(1)
 
 
+_LOWEST_TEMPERATURE: Final = 1e-4  # far below, a logit divided by it is infinite
 # What a sampled answer depends on, with the values that transformers takes where nobody says otherwise.
 _SAMPLING: Final = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
 _ONLY_SAMPLING: Final = {*_SAMPLING, "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
@@ -203,8 +216,6 @@ _SILENT: Final = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "
 def _settings(link: Connected, temperature: float | None, max_new_tokens: int, prompt_tokens: int) -> dict[str, Any]:
     """Arguments of ``generate()``: what the user said, then what the model's repository says."""
     config = link.model.generation_config
-    if temperature is not None and not 0 <= temperature < float("inf"):
-        raise RangeError(f"temperature must be 0 or more, not {temperature}")
     limit = getattr(link.model.config, "max_position_embeddings", None)
     room = min(max_new_tokens, limit - prompt_tokens) if limit else max_new_tokens
     settings: dict[str, Any] = {"max_new_tokens": room}

@@ -15,12 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
-from urllib.parse import urlsplit
 
 import grpc
 
+from sordino.client.transport import parse_target
 from sordino.proto.v1 import sordino_pb2 as pb
-from sordino.shared.errors import TransportError
 
 Direction = Literal["up", "down"]
 Tamper = Callable[[str, Direction, int, bytes], bytes | Sequence[bytes]]
@@ -233,10 +232,8 @@ def _passed_on(context: grpc.ServicerContext) -> tuple[tuple[str, Any], ...]:
 
 
 def _connect(target: str, ca: Path | None) -> grpc.Channel:
-    parts = urlsplit(target)
-    if parts.scheme not in ("grpc", "grpcs") or not parts.hostname or not parts.port:
-        raise TransportError(f"target {target!r} is not of the form grpcs://host:port")
-    address = f"[{parts.hostname}]:{parts.port}" if ":" in parts.hostname else f"{parts.hostname}:{parts.port}"
-    if parts.scheme == "grpc":
+    scheme, host, port = parse_target(target)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if scheme == "grpc":
         return grpc.insecure_channel(address, options=_OPTIONS)
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca.read_bytes() if ca else None), options=_OPTIONS)

@@ -54,8 +54,9 @@ def connected(
         if token_file:
             # Bytes that are no text become characters that no token has.
             token = token_file.read_text("utf-8", "replace").strip()
-    except OSError as error:
-        raise AuthError(f"the token file {token_file} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # the latter of a name with a NUL
+        why = getattr(error, "strerror", None) or error
+        raise AuthError(f"the token file {token_file} cannot be read: {why}") from error
     passphrase = None
     if seal:
         passphrase = os.environ.get("SORDINO_PASSPHRASE") or typer.prompt(
@@ -85,7 +86,7 @@ def connected(
 def progress_bar(title: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
     """A progress callback, for any thread, whose bar appears at the first call and goes when the work is done.
 
-    Where another bar is on the screen, this one stays away.
+    Where another bar is on the screen, this one stays away; in a file there are none.
     """
     columns = columns or (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     lock = threading.Lock()
@@ -95,7 +96,7 @@ def progress_bar(title: str, *columns: ProgressColumn) -> Iterator[Callable[[int
         nonlocal bars
         with lock:
             if bars is None:
-                if done >= total or not _screen.acquire(blocking=False):
+                if not console.is_terminal or done >= total or not _screen.acquire(blocking=False):
                     return
                 bars = Progress(
                     TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True
@@ -122,6 +123,18 @@ def progress_bar(title: str, *columns: ProgressColumn) -> Iterator[Callable[[int
             stop()
 
 
+def check_text(what: str, text: str) -> None:
+    """Refuses bytes that were no text: the shell hands them on, and Python keeps them as lone surrogates.
+
+    Raises:
+        RangeError: there are some.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RangeError(f"{what} has bytes that are not UTF-8: nothing was sent") from None
+
+
 def encode_prompt(link: Connected, text: str, *, raw: bool = False, system: str | None = None) -> dict[str, Any]:
     """Token ids of a prompt, through the chat template unless ``raw``; one beginning-of-text token at most either way.
 
@@ -131,6 +144,8 @@ def encode_prompt(link: Connected, text: str, *, raw: bool = False, system: str 
         BundleError: the template fails, or takes far too long.
     """
     tokenizer = link.tokenizer
+    check_text("the prompt", text)
+    check_text("the system message", system or "")
     if not text.strip():
         raise RangeError("the prompt is empty: there is nothing to send")
     if raw or tokenizer.chat_template is None:

@@ -492,28 +492,45 @@ def _authorization(token: str | None) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),)
 
 
-def _channel(target: str, ca: Path | None) -> grpc.Channel:
-    parts = urlsplit(target)
-    if parts.scheme not in ("grpc", "grpcs") or not parts.hostname or parts.path not in ("", "/"):
+def parse_target(target: str) -> tuple[str, str, int]:
+    """Scheme, host and port of ``grpcs://host:port``.
+
+    Raises:
+        TransportError: it is not of this form.
+    """
+    try:
+        parts = urlsplit(target)
+        host = parts.hostname or ""
+    except ValueError:  # of brackets that do not match
+        parts, host = urlsplit(""), ""
+    odd = parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None
+    # In another alphabet it is gRPC that would fail, with a text of its own; names have an ASCII form (xn--...).
+    if parts.scheme not in ("grpc", "grpcs") or odd or not re.fullmatch(r"[!-~]+", host):
         raise TransportError(f"target {target!r} is not of the form grpcs://host:port")
     try:
-        port = parts.port or DEFAULT_PORT
+        port = DEFAULT_PORT if parts.port is None else parts.port
     except ValueError:
-        raise TransportError(f"target {target!r}: the port is not a number from 1 to 65535") from None
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    address = f"{host}:{port}"
+        port = 0
+    if not port:
+        raise TransportError(f"target {target!r}: the port is not a number from 1 to 65535")
+    return parts.scheme, host, port
+
+
+def _channel(target: str, ca: Path | None) -> grpc.Channel:
+    scheme, host, port = parse_target(target)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     options: list[tuple[str, int]] = channel_options(_MAX_MESSAGE + ENVELOPE_BYTES)
     # gRPC by itself waits up to two minutes between attempts to connect, whatever is asked of the channel meanwhile.
     options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
-    loopback = parts.hostname in ("localhost", "127.0.0.1", "::1")
+    loopback = host in ("localhost", "127.0.0.1", "::1")
     if loopback:
         # A proxy of the environment cannot reach this machine's own loopback.
         options.append(("grpc.enable_http_proxy", 0))
     # Two connections of one process never share a socket: closing one must not touch the other.
     options.append(("grpc.use_local_subchannel_pool", 1))
-    if parts.scheme == "grpc":
+    if scheme == "grpc":
         if not loopback:
-            raise TransportError(f"grpc:// (no TLS) is for loopback only; use grpcs:// for {parts.hostname}")
+            raise TransportError(f"grpc:// (no TLS) is for loopback only; use grpcs:// for {host}")
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(_roots(ca) if ca else None), options=options)
 
@@ -522,8 +539,9 @@ def _roots(ca: Path) -> bytes:
     """The CA file; gRPC would take one without a certificate, and fail at every handshake with another text."""
     try:
         roots = ca.read_bytes()
-    except OSError as error:
-        raise TransportError(f"the CA file {ca} cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # the latter of a name with a NUL
+        why = getattr(error, "strerror", None) or error
+        raise TransportError(f"the CA file {ca} cannot be read: {why}") from None
     try:
         # Text beside the certificates may be of any encoding.
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=roots.decode("ascii", "ignore"))

@@ -65,6 +65,15 @@ def test_a_bar_comes_with_the_first_report_and_goes_when_the_work_is_done(screen
     assert screen.most == 1
 
 
+def test_no_bar_fills_a_file(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "console", Console(file=screen.file, force_terminal=False))
+    with progress_bar("work") as report:
+        for done in range(3):
+            report(done, 2)
+    assert not screen.text
+    assert not screen.most
+
+
 def test_a_bar_stays_away_while_another_is_shown(screen: Screen) -> None:
     with progress_bar("outer") as outer, progress_bar("inner") as inner:
         outer(0, 3)
