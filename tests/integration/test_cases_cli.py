@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +27,7 @@ from sordino.client.cli import encode_prompt
 from sordino.server.split import split_model
 from sordino.shared.cli import main
 from sordino.shared.errors import RangeError
+from sordino.shared.manifest import ModelManifest
 
 HIDDEN = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.3}
 
@@ -140,7 +145,7 @@ def test_an_explicit_temperature_wins_also_zero(
         assert run(opinionated, "hello", "--temperature", given, "--max-new-tokens", "4").out == outcome.out
 
 
-@pytest.mark.parametrize("wrong", ["-1", "nan", "inf"])
+@pytest.mark.parametrize("wrong", ["-1", "nan", "inf", "1e-45", "1e-30"])
 def test_temperatures_that_mean_nothing_are_refused(opinionated: str, run: Run, wrong: str) -> None:
     outcome = run(opinionated, "hello", "--temperature", wrong)
     assert (outcome.code, "temperature must be" in outcome.err) == (1, True)
@@ -234,11 +239,64 @@ def test_a_template_that_refuses_the_messages(opinionated: str, run: Run) -> Non
 
 
 def test_the_prompt_may_come_from_standard_input(gpt2: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import io
-
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
     piped: Any = run(gpt2, "-", "--max-new-tokens", "5")
     assert piped.out == run(gpt2, "hello", "--max-new-tokens", "5").out
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+LATIN = os.fsdecode(b"gr\xfc\xdfe")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([LATIN], "RangeError: the prompt has bytes that are not UTF-8"),
+        (["hello", "--system", LATIN], "RangeError: --system has bytes that are not UTF-8"),
+        (["hello", "--server", f"grpcs://{LATIN}:1"], "TransportError: target"),
+        (["hello", "--fingerprint", LATIN, "--server", "grpcs://[::1"], "TransportError: target"),
+        (["hello", "--token-file", LATIN], "AuthError: the token file"),
+        (["hello", "--protocol", LATIN], "ProtocolError: protocol"),
+    ],
+)
+def test_bytes_that_are_no_text_are_an_error_of_one_line(sordino: Run, arguments: list[str], text: str) -> None:
+    """Before anything is sent: nothing listens there."""
+    outcome = sordino("generate", "--server", "grpc://127.0.0.1:9", *arguments)
+    assert (outcome.code, outcome.out) == (1, "")
+    [line] = outcome.err.splitlines()
+    assert line.startswith(f"error: {text}")
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_bytes_from_standard_input(sordino: Run, monkeypatch: pytest.MonkeyPatch, errors: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"gr\xfc\xdfe"), "utf-8", errors))
+    outcome = sordino("generate", "-", "--server", "grpc://127.0.0.1:9")
+    assert outcome.err.splitlines() == ["error: RangeError: the prompt has bytes that are not UTF-8: nothing was sent"]
+
+
+def test_a_passphrase_of_other_bytes(sordino: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SORDINO_PASSPHRASE", LATIN)
+    outcome = sordino("generate", "hello", "--server", "grpc://127.0.0.1:9", "--seal")
+    assert outcome.err.splitlines() == ["error: PoolSealedError: the passphrase has bytes that are not UTF-8"]
+
+
+def test_an_answer_that_the_output_cannot_show(opinionated: str, run: Run) -> None:
+    """As a process with ASCII output: other characters are written as escapes, and no bar fills the log."""
+    options = ["--max-new-tokens", "20", "--temperature", "0"]
+    whole = run(opinionated, "hello", *options).out
+    assert not whole.isascii()
+    command = [Path(sys.executable).with_name("sordino"), "generate", "hello", "--server", opinionated]
+    done = subprocess.run(
+        [*command, "--protocol", "clear", *options],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == whole.encode("ascii", "backslashreplace")
+    kinds = [line.split()[0] for line in done.stderr.decode("ascii").splitlines()]
+    assert kinds[0] == "greedy:", "something stands before it"
 
 
 # -- what is at the other end ------------------------------------------------------------------------------------------
@@ -269,10 +327,23 @@ def test_a_prompt_longer_than_a_batch(opinionated: str, run: Run) -> None:
     assert masked.out == run(opinionated, "x" * 150, *options).out
 
 
+def test_the_fingerprint_decides_whom_to_ask(bundles: Callable[..., Path], gpt2: str, run: Run) -> None:
+    right = ModelManifest.load(bundles("gpt2")).fingerprint
+    assert run(gpt2, "hello", "--max-new-tokens", "2", "--fingerprint", right).code == 0
+    wrong = run(gpt2, "hello", "--fingerprint", right[:-1] + ("0" if right[-1] != "0" else "1"))
+    assert (wrong.code, wrong.out) == (1, "")
+    assert "error: FingerprintError: the server holds another split" in wrong.err
+    assert "Traceback" not in wrong.err
+
+
 @pytest.mark.parametrize("protocol", ["plain", ""])
 def test_an_unknown_protocol_is_an_error_of_one_line(gpt2: str, run: Run, protocol: str) -> None:
     outcome = run(gpt2, "hello", protocol=protocol)
     assert (outcome.code, "ProtocolError" in outcome.err, "Traceback" in outcome.err) == (1, True, False)
+
+
+def test_the_version(sordino: Run) -> None:
+    assert sordino("--version") == (0, f"sordino {version('sordino')}\n", "")
 
 
 # -- provision and bench -----------------------------------------------------------------------------------------------

@@ -173,6 +173,19 @@ def build_model(
     return model
 
 
+def check_device(device: str | torch.device) -> None:
+    """Refuses a device that this machine does not have, or that holds no numbers.
+
+    Raises:
+        RangeError: it is one of these.
+    """
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, TypeError) as error:  # the second where torch was built without it
+        why = str(error).partition("\n")[0][:200]
+        raise RangeError(f"device {str(device)[:40]!r} cannot be used: {why}") from None
+
+
 def attach(model: PreTrainedModel, protocol: LinearProtocol) -> None:
     """Has the server compute the model's remote products from now on."""
     for module in model.modules():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import stat
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -15,7 +16,7 @@ from sordino.client.blocks import prices
 from sordino.client.bundle import BundleProgress, fetch_bundle
 from sordino.client.justintime import JustInTime
 from sordino.client.kvcache import IMPLEMENTATION, use_encrypted_cache
-from sordino.client.model import attach, build_model, load_tokenizer
+from sordino.client.model import attach, build_model, check_device, load_tokenizer
 from sordino.client.pool import CHUNK, MaskPool
 from sordino.client.protocols import ClearProtocol, LinearProtocol, MaskedProtocol, RlweProtocol
 from sordino.client.provision import Progress, ProvisionPlan, fetch_check_vectors, plan_batch
@@ -23,7 +24,15 @@ from sordino.client.refill import AutoKeeper, Keeper, Notify, PoolKeeper
 from sordino.client.timings import Timings
 from sordino.client.transport import Connection, Traffic
 from sordino.proto.v1 import sordino_pb2 as pb
-from sordino.shared.errors import FingerprintError, PoolError, ProtocolError, RangeError
+from sordino.shared.errors import (
+    BundleError,
+    FingerprintError,
+    PoolError,
+    PoolSealedError,
+    ProtocolError,
+    RangeError,
+    SordinoError,
+)
 from sordino.shared.manifest import ModelManifest
 from sordino.shared.rlwe import PARAMS
 
@@ -173,8 +182,24 @@ def connect(
         BundleError: the bundle is damaged or asks for something a client does not accept.
         FingerprintError: the server, or the pool, belongs to another split.
         PoolError: the mask pool cannot be used, or ``batch`` cannot be made.
+        RangeError: another argument has a value that means nothing, or this machine does not have the device.
     """
     check_batch(batch)
+    if protocol not in _ON_THE_WIRE:
+        raise ProtocolError(f"protocol {protocol!r} does not exist: use one of {', '.join(_ON_THE_WIRE)}")
+    if attention not in ("local", "rlwe"):
+        raise ProtocolError(f"attention {attention!r} does not exist: use local or rlwe")
+    if attention == "rlwe" and attn_implementation:
+        raise ProtocolError("attention='rlwe' is an attention implementation of its own: leave the other out")
+    if type(check_vectors) is not int or check_vectors not in (0, 1, 2):
+        raise RangeError(f"check_vectors is 0, 1 or 2, not {check_vectors}")
+    if not 0 < bandwidth_mbit < math.inf:
+        raise RangeError(f"bandwidth_mbit is a positive number, not {bandwidth_mbit}")
+    _check_passphrase(passphrase)
+    _check_folder("cache", cache, BundleError)
+    _check_folder("pool", pool, PoolError)
+    _check_folder("state_dir", state_dir, PoolError)
+    check_device(device)
     connection = Connection(target, token=token, ca=Path(ca) if ca else None, timeout_s=timeout_s, retry_s=retry_s)
     try:
         manifest = connection.manifest
@@ -182,18 +207,10 @@ def connect(
             raise FingerprintError(
                 "the server holds another split than the fingerprint given: ask the provider which it is"
             )
-        if protocol not in _ON_THE_WIRE:
-            raise ProtocolError(f"protocol {protocol!r} does not exist: use one of {', '.join(_ON_THE_WIRE)}")
         if not _ON_THE_WIRE[protocol] <= set(connection.protocols):
             raise ProtocolError(f"the server does not offer protocol {protocol!r}")
-        if attention not in ("local", "rlwe"):
-            raise ProtocolError(f"attention {attention!r} does not exist: use local or rlwe")
         if attention == "rlwe" and pb.PROTOCOL_RLWE not in connection.protocols:
             raise ProtocolError("the server does not offer encrypted attention")
-        if attention == "rlwe" and attn_implementation:
-            raise ProtocolError("attention='rlwe' is an attention implementation of its own: leave the other out")
-        if not 0 < bandwidth_mbit < math.inf:
-            raise RangeError(f"bandwidth_mbit is a positive number, not {bandwidth_mbit}")
         choices = prices(bandwidth_mbit * 125_000)
         folder = fetch_bundle(connection, cache=Path(cache) if cache else None, progress=on_bundle)
         # Before any mask is made: what is wrong with a bundle, its sizes above all, shows here.
@@ -288,8 +305,27 @@ def check_batch(slots: int) -> None:
     Raises:
         PoolError: it is not a multiple of 64 up to 2048.
     """
-    if slots % CHUNK or not 0 < slots <= PARAMS.n:
+    if type(slots) is not int or slots % CHUNK or not 0 < slots <= PARAMS.n:
         raise PoolError(f"a batch has a multiple of {CHUNK} slots, from {CHUNK} to {PARAMS.n}; not {slots}")
+
+
+def _check_folder(name: str, path: str | Path | None, kind: type[SordinoError]) -> None:
+    """What cannot be a folder, before anything is sent; whether it can be written shows later."""
+    try:
+        if path is not None and not stat.S_ISDIR(Path(path).stat().st_mode):
+            raise kind(f"{name} {str(path)!r} is not a folder")
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:  # the latter of a NUL
+        why = getattr(error, "strerror", None) or error
+        raise kind(f"{name} {str(path)[:100]!r} cannot be a folder: {why}") from None
+
+
+def _check_passphrase(passphrase: str | None) -> None:
+    try:
+        (passphrase or "").encode()
+    except UnicodeEncodeError:
+        raise PoolSealedError("the passphrase has bytes that are not UTF-8") from None
 
 
 def describe_plan(plan: ProvisionPlan) -> str:
