@@ -91,10 +91,14 @@ def points_per_block(group: GroupSpec, max_message_bytes: int) -> int:
 def fetch_check_vectors(connection: Connection, count: int, progress: Progress | None = None) -> dict[str, CheckVector]:
     """c = v^T W for ``count`` secret random v per group, as encrypted products with W^T; large ones part by part.
 
+    Of no vectors there are none: an empty dictionary, and nothing is sent.
+
     Raises:
         ProtocolError: an answer of the wrong size.
         TransportError: the server went away; nothing is kept.
     """
+    if not count:
+        return {}
     groups = connection.manifest.groups
     blocks = [check_blocks(i, group, count, connection.max_message_bytes) for i, group in enumerate(groups)]
     keys = [SecretKey() for _ in groups]
