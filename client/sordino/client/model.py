@@ -43,7 +43,8 @@ _MAX_SIZE: Final = 1 << 24
 class RemoteGroup:
     """Linear layers that read one input: the first one called evaluates all, the others take their part.
 
-    "The same input" is the same tensor object, held while parts are left, and kept per thread.
+    "The same input" is the same tensor object, not written to meanwhile; it is held while parts are left, and kept per
+    thread.
     """
 
     def __init__(
@@ -71,13 +72,16 @@ class RemoteGroup:
         if len(self._ends) == 1:
             return self._evaluate(x)[0]
         held = self._held
-        parts: dict[int, torch.Tensor] | None = getattr(held, "parts", None) if getattr(held, "x", None) is x else None
-        if parts is None or member not in parts:
+        parts: dict[int, torch.Tensor] = {}
+        if getattr(held, "x", None) is x and _unchanged(x, held.state):
+            parts = held.parts
+        if member not in parts:
+            state = _state(x)
             parts = dict(enumerate(self._evaluate(x)))
-            held.x, held.parts = x, parts
+            held.x, held.state, held.parts = x, state, parts
         out = parts.pop(member)
         if not parts:
-            held.x = held.parts = None
+            held.x = held.state = held.parts = None
         return out
 
     def _evaluate(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -100,6 +104,15 @@ class RemoteGroup:
         if len(self._ends) == 1:
             return [whole]
         return [part.contiguous() for part in whole.tensor_split(self._ends[:-1], dim=-1)]
+
+
+def _state(x: torch.Tensor) -> int | torch.Tensor:
+    """By which a write to ``x`` shows: its version, or a copy where torch counts none (in inference mode)."""
+    return x.clone() if x.is_inference() else x._version
+
+
+def _unchanged(x: torch.Tensor, state: int | torch.Tensor) -> bool:
+    return torch.equal(x, state) if isinstance(state, torch.Tensor) else x._version == state
 
 
 class RemoteLinear(nn.Module):

@@ -152,6 +152,22 @@ def test_outlier_channels_stay_within_the_bound_of_x_max(bits: int, base: float,
         ].max() < 1e-2
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_input_that_was_written_to_is_another(inference: bool) -> None:
+    """Between two members of a group: torch counts no versions in inference mode."""
+    group, spec, local, _, _ = remote_group()
+    with torch.inference_mode(inference):
+        x = torch.ones(1, spec.in_features)
+        first = group.part(0, x)
+        x.mul_(2)
+        second = group.part(1, x)
+        fresh = x.clone()
+        assert torch.equal(second, group.part(1, fresh))
+        assert torch.equal(2 * first, group.part(0, fresh))
+        assert local.asked == 3
+        assert torch.equal(parts_of(group, spec, x), parts_of(group, spec, fresh))
+
+
 @FEW
 @given(st.integers(1, 64), st.sampled_from([8, 12]), st.integers(0, 1 << 30))
 def test_the_largest_activations_never_wrap(n: int, bits: int, seed: int) -> None:
