@@ -128,6 +128,28 @@ def test_settings_of_the_repository_are_reported(opinionated: str, run: Run) -> 
         assert setting in line
 
 
+@pytest.fixture(scope="module")
+def imaged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A model of text whose tokenizer knows a token for images, as Gemma 3 is published."""
+    folder = tmp_path_factory.mktemp("imaged")
+    model = models.make_tiny("gemma3", folder / "model")
+    tokenizer = models.make_tokenizer()
+    assert tokenizer.add_tokens(["<image>"], special_tokens=True) == 1
+    assert tokenizer.convert_tokens_to_ids("<image>") >= models.VOCABULARY
+    tokenizer.save_pretrained(model)
+    split_model(model, folder / "bundle", rounding="nearest")
+    yield from serve(folder / "bundle")
+
+
+def test_a_token_without_an_embedding_is_named(imaged: str, run: Run) -> None:
+    outcome = run(imaged, "what is <image> there", "--raw")
+    assert (outcome.code, outcome.out, "Traceback" in outcome.err) == (1, "", False)
+    assert (
+        "error: RangeError: the tokenizer has a token '<image>', for which this model has no embedding" in outcome.err
+    )
+    assert run(imaged, "what is there", "--max-new-tokens", "2").code == 0
+
+
 @pytest.mark.parametrize(("given", "kind", "shown"), [("0", "greedy", None), ("1.7", "sampled", "temperature=1.7")])
 def test_an_explicit_temperature_wins_also_zero(
     opinionated: str, run: Run, given: str, kind: str, shown: str | None

@@ -219,7 +219,24 @@ def load_tokenizer(folder: Path, model: PreTrainedModel) -> PreTrainedTokenizerB
         top, size = max(used | set(tokenizer("Aa 0\n☃")["input_ids"]), default=0), _vocabulary(model)
     if top >= size:
         raise BundleError(f"tokenizer.json has token {top}, the model has {size}: they are not of one model")
+    if beyond := {index for index in tokenizer.added_tokens_decoder if index >= size}:
+        _refuse_tokens(model, {index: str(tokenizer.convert_ids_to_tokens(index))[:40] for index in beyond})
     return tokenizer
+
+
+def _refuse_tokens(model: PreTrainedModel, tokens: Mapping[int, str]) -> None:
+    """Names what a prompt must not hold, where torch would speak of an index, or on a GPU end the process."""
+    lowest = min(tokens)
+
+    def check(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        top = int(inputs[0].max()) if inputs[0].numel() else 0
+        if top >= lowest:
+            raise RangeError(
+                f"the tokenizer has a token {tokens.get(top, top)!r}, for which this model has no embedding (it is for "
+                "images, say, and the model takes text): leave it out of the prompt"
+            )
+
+    model.get_input_embeddings().register_forward_pre_hook(check)
 
 
 def _empty_model(raw: dict[str, Any], attn_implementation: str | None) -> PreTrainedModel:
