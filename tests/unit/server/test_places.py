@@ -5,13 +5,14 @@ from __future__ import annotations
 import resource
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 
 from sordino.server import app
+from sordino.server.auth import TokenFile
 from sordino.server.places import Places, Room
 from sordino.server.service import Limits, SordinoService
 from sordino.server.store import MatrixStore
@@ -26,6 +27,10 @@ class Call:
     def __init__(self, token: str, address: str) -> None:
         self._token = token
         self._address = address
+        self.ended = False
+
+    def cancel(self) -> None:
+        self.ended = True
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return [("authorization", f"Bearer {self._token}")]
@@ -61,6 +66,30 @@ def test_a_room_is_counted_by_holder_and_in_all() -> None:
                     pass
         with held("/a", "z"):
             pass
+
+
+def test_only_calls_of_withdrawn_tokens_end(bundles: Callable[..., Path], tmp_path: Path) -> None:
+    service = SordinoService(MatrixStore(bundles("llama")), Limits())
+    file = TokenFile(tmp_path / "tokens.json")
+    kept, gone = (Call(file.issue(name), "ipv4:10.0.0.1:1") for name in ("kept", "gone"))
+    tokenless = Call("none", "ipv4:10.0.0.1:1")
+    calls = {kept: "/a", gone: "/a", tokenless: HEALTH}
+    with ExitStack() as stack:
+        for call, method in calls.items():
+            stack.enter_context(service.places.hold(method, call))  # type: ignore[arg-type]
+        app._end_withdrawn(service, file)
+        assert not any(call.ended for call in calls)
+        before = (tmp_path / "tokens.json").read_bytes()
+        for broken in (b"", b"[{"):  # half of what an editor writes
+            (tmp_path / "tokens.json").write_bytes(broken)
+            app._end_withdrawn(service, file)
+        (tmp_path / "tokens.json").unlink()
+        app._end_withdrawn(service, file)
+        assert not any(call.ended for call in calls)
+        (tmp_path / "tokens.json").write_bytes(before)
+        TokenFile(tmp_path / "tokens.json").revoke("gone")
+        app._end_withdrawn(service, file)
+        assert [call.ended for call in calls] == [False, True, False]
 
 
 @pytest.fixture
