@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 PEERS_STAMP := $(VENV)/.stamp-peers
+HYBRID_VENV := .venv-hybrid
 PROTO_VENV := .venv-protos
 PROTO_STAMP := $(PROTO_VENV)/.stamp
 PROTOS := $(sort $(wildcard proto/sordino/proto/v1/*.proto))
@@ -17,7 +18,7 @@ SOURCES := client server shared tests examples bench
 BENCH_JSON ?= build/bench/decode.json
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo check protos check-protos test test-slow test-gpu test-peers bench notebooks wheel clean
+.PHONY: help venv model demo check protos check-protos test test-slow test-gpu test-peers bench bench-hybrid notebooks wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -82,6 +83,15 @@ $(BUNDLE)/manifest.json: | $(STAMP) model
 bench: $(STAMP) $(BUNDLE)/manifest.json  ## time of a token, masked and clear, beside transformers
 	@mkdir -p $(dir $(BENCH_JSON))
 	$(BIN)/sordino bench decode --bundle $(BUNDLE) --model $(MODEL) --protocols masked,clear --reference transformers --tokens 64 --json $(BENCH_JSON)
+
+$(HYBRID_VENV)/.stamp: bench/peers/concrete_ml/requirements.txt
+	"$(PYTHON)" -m venv $(HYBRID_VENV)
+	$(HYBRID_VENV)/bin/python -m pip install --quiet -r bench/peers/concrete_ml/requirements.txt
+	@touch $@
+
+bench-hybrid: $(STAMP) $(HYBRID_VENV)/.stamp  ## Concrete ML's HybridFHEModel beside Sordino (makes an environment of 6 GB)
+	@mkdir -p $(dir $(BENCH_JSON))
+	$(BIN)/python bench/peers/concrete_ml/compare.py $(HYBRID_VENV)/bin/python --json $(dir $(BENCH_JSON))hybrid.json
 
 notebooks: $(STAMP)  ## run every notebook
 	$(PYTEST) tests/integration/test_notebooks.py

@@ -21,6 +21,7 @@ from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server import address
 from sordino.server.auth import TokenFile, TokenInterceptor
 from sordino.server.decoding import DecodingInterceptor
+from sordino.server.provision import return_memory
 from sordino.server.service import SERVICE_NAME, Limits, SordinoService
 from sordino.server.store import MatrixStore
 from sordino.server.tls import TlsFiles
@@ -91,6 +92,7 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
     server, checks = build_server(service, config)
     port = _listen(server, config)
     server.start()
+    return_memory()
     for name in ("", SERVICE_NAME):
         checks.set(name, health_pb2.HealthCheckResponse.SERVING)
     tokens = TokenFile(config.tokens) if config.tokens else None

@@ -52,7 +52,7 @@ def product_of_masks(weights64: torch.Tensor, seed: bytes, block: int, c0: U32) 
 
 
 def return_memory() -> None:
-    """Gives freed memory back to the system after a stream of products.
+    """Gives freed memory back to the system, after the weights were loaded and after a stream of products.
 
     glibc would keep what their large temporary arrays took (measured: once the weights of a 135M model), and
     mapping each array anew instead costs half as much CPU again.

@@ -346,3 +346,9 @@ def test_bad_options(llama, tmp_path):
         split(llama, tmp_path / "out", weight_bits=4)
     with pytest.raises(ValueError, match="rounding"):
         split(llama, tmp_path / "out", rounding="up")
+
+
+def test_a_caller_in_inference_mode(llama, bundle, tmp_path):
+    with torch.inference_mode():
+        split(llama, tmp_path / "again")
+    assert ModelManifest.load(tmp_path / "again").fingerprint == ModelManifest.load(bundle).fingerprint

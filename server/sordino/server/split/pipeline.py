@@ -31,6 +31,7 @@ def _silent(_stage: str, _done: float) -> None:
     pass
 
 
+@torch.inference_mode(mode=False)  # its tensors count their changes, whatever mode the caller is in
 def split_model(
     model: str | Path,
     out: Path,
