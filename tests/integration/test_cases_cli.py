@@ -368,6 +368,15 @@ def test_the_version(sordino: Run) -> None:
     assert sordino("--version") == (0, f"sordino {version('sordino')}\n", "")
 
 
+def test_libraries_draw_no_bars_into_a_log(sordino: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQDM_DISABLE", "")
+    monkeypatch.delenv("TQDM_DISABLE")
+    sordino("--version")
+    bar = "from transformers.utils.logging import tqdm; print(sum(tqdm(range(3))))"
+    done = subprocess.run([sys.executable, "-c", bar], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("3\n", "")
+
+
 # -- provision and bench -----------------------------------------------------------------------------------------------
 
 
