@@ -108,7 +108,7 @@ def _holds(path: Path, spec: FileSpec) -> bool:
 
 
 def _check_room(folder: Path, files: Mapping[str, FileSpec]) -> None:
-    parts = sum(_size(folder / f"{name}.part") for name in files)
+    parts = sum(min(_size(folder / f"{name}.part"), spec.size) for name, spec in files.items())
     needed, free = sum(spec.size for spec in files.values()) - parts, shutil.disk_usage(folder).free
     if needed > free:
         raise BundleError(
