@@ -13,6 +13,7 @@ import pytest
 from stack import ServerProcess, answer, connect_to
 
 from sordino.client import Connected
+from sordino.client.attend import PageStream
 from sordino.client.bundle import fetch_bundle
 from sordino.client.provision import fetch_check_vectors
 from sordino.shared.errors import SessionLostError
@@ -29,6 +30,8 @@ USES: dict[str, Use] = {
     "fetch": lambda link, tmp: fetch_bundle(link.session._connection, cache=tmp / "elsewhere"),
     "retrying": lambda link, tmp: link.session._connection.retrying(lambda: None),
     "evaluation": lambda link, tmp: link.session._connection.open_stream(iter(())),
+    "pages": lambda link, tmp: PageStream(link.session._connection).append([]),
+    "products with pages": lambda link, tmp: PageStream(link.session._connection).exchange(0, [], lambda *_: None),
     "attention": lambda link, tmp: link.session._connection.open_attention(iter(())),
 }
 

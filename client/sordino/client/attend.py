@@ -70,6 +70,7 @@ class PageStream:
 
     def append(self, messages: Iterable[pb.AttendRequest]) -> tuple[int, int]:
         """Sends pages, numbering them: the epoch, and the number of the first."""
+        self._connection.owner.check()
         with self._lock:
             self._collect()
             first, messages = 0, list(messages)
@@ -104,6 +105,7 @@ class PageStream:
             KvEvictedError: the pages of ``epoch`` are gone.
             SordinoError: the server refused a request.
         """
+        self._connection.owner.check()
         with self._lock:
             self._collect()
             call = self._call
