@@ -4,8 +4,9 @@ The attack reduces the lattice of m samples with the embedding of Bai and Galbra
 that is smaller than the errors, until block size b satisfies the condition of Albrecht, Goepfert, Virdia and Wunderer
 (ASIACRYPT 2017): sqrt(b) sigma <= delta(b)^(2b-d-1) Vol^(1/d), d = n + m + 1, delta(b) the root-Hermite factor of
 Chen's thesis (2013). Two prices of BKZ-b: that of the Homomorphic Encryption Standard (2018), 2^(0.292 b + 16.4 +
-log2(8 d)), with the sieve of Becker, Ducas, Gama and Laarhoven (SODA 2016); and the Core-SVP price 2^(0.292 b) of one call of that
-sieve (Alkim, Ducas, Poeppelmann and Schwabe, USENIX Security 2016), which leaves all factors out and so understates.
+log2(8 d)), with the sieve of Becker, Ducas, Gama and Laarhoven (SODA 2016); and the Core-SVP price 2^(0.292 b) of one
+call of that sieve (Alkim, Ducas, Poeppelmann and Schwabe, USENIX Security 2016), which leaves all factors out and so
+understates.
 
 The full lattice-estimator, which also knows dual and hybrid attacks, needs Sage.
 
