@@ -31,6 +31,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[SordinoError], str]] = {
     "device unknown": ({"device": "abacus"}, RangeError, "device 'abacus'"),
     "device without numbers": ({"device": "meta"}, RangeError, "device 'meta'"),
     "bandwidth": ({"bandwidth_mbit": 0}, RangeError, "bandwidth_mbit"),
+    "bandwidth a text": ({"bandwidth_mbit": "x"}, RangeError, "bandwidth_mbit"),
+    "bandwidth a truth": ({"bandwidth_mbit": True}, RangeError, "bandwidth_mbit"),
+    "low water below none": ({"low_water": -5}, RangeError, "low_water"),
+    "low water a text": ({"low_water": "x"}, RangeError, "low_water"),
+    "pages below none": ({"page_tokens": -1}, RangeError, "page_tokens"),
+    "pages of halves": ({"page_tokens": 1.5}, RangeError, "page_tokens"),
     "CA with NUL": ({"ca": "a\0b", "target": "grpcs://localhost:9"}, TransportError, "the CA file"),
 }
 

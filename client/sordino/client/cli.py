@@ -106,9 +106,9 @@ def _standard_input() -> str:
 
 
 def _carried(link: Connected) -> tuple[int, int]:
-    """Bytes up and down so far, of products and of attention."""
+    """Bytes up and down so far, but for the bundle: of products, of attention, and of masks made meanwhile."""
     traffic = link.session.traffic
-    up, down = (sum(way.get(phase, 0) for phase in ("online", "attention")) for way in (traffic.up, traffic.down))
+    up, down = (sum(way.values()) - way.get("bundle", 0) for way in (traffic.up, traffic.down))
     return up, down
 
 

@@ -191,10 +191,14 @@ def connect(
         raise ProtocolError(f"attention {attention!r} does not exist: use local or rlwe")
     if attention == "rlwe" and attn_implementation:
         raise ProtocolError("attention='rlwe' is an attention implementation of its own: leave the other out")
-    if type(check_vectors) is not int or check_vectors not in (0, 1, 2):
+    if not _is_whole(check_vectors) or check_vectors not in (0, 1, 2):
         raise RangeError(f"check_vectors is 0, 1 or 2, not {check_vectors}")
-    if not 0 < bandwidth_mbit < math.inf:
+    if not _is_number(bandwidth_mbit) or not 0 < bandwidth_mbit < math.inf:
         raise RangeError(f"bandwidth_mbit is a positive number, not {bandwidth_mbit}")
+    if low_water is not None and (not _is_whole(low_water) or low_water < 0):
+        raise RangeError(f"low_water is a number of masks, 0 or more, not {low_water}")
+    if page_tokens is not None and (not _is_whole(page_tokens) or page_tokens < 1):
+        raise RangeError(f"page_tokens is a number of tokens, at least 1, not {page_tokens}")
     _check_passphrase(passphrase)
     _check_folder("cache", cache, BundleError)
     _check_folder("pool", pool, PoolError)
@@ -307,6 +311,14 @@ def check_batch(slots: int) -> None:
     """
     if type(slots) is not int or slots % CHUNK or not 0 < slots <= PARAMS.n:
         raise PoolError(f"a batch has a multiple of {CHUNK} slots, from {CHUNK} to {PARAMS.n}; not {slots}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or _is_whole(value)
 
 
 def _check_folder(name: str, path: str | Path | None, kind: type[SordinoError]) -> None:

@@ -25,7 +25,7 @@ from rich.progress import (
 )
 
 from sordino.client.chat import render
-from sordino.shared.errors import AuthError, RangeError
+from sordino.shared.errors import AuthError, PoolSealedError, RangeError
 
 if TYPE_CHECKING:
     from sordino.client.session import Connected, ProtocolName
@@ -58,6 +58,8 @@ def connected(
         why = getattr(error, "strerror", None) or error
         raise AuthError(f"the token file {token_file} cannot be read: {why}") from error
     passphrase = None
+    if seal and protocol not in ("masked", "auto"):
+        raise PoolSealedError(f"--seal is for a pool of masks, and protocol {protocol} has none: leave it out")
     if seal:
         passphrase = os.environ.get("SORDINO_PASSPHRASE") or typer.prompt(
             "Passphrase of the pool", hide_input=True, err=True

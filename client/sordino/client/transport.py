@@ -36,7 +36,13 @@ from sordino.shared.errors import (
     TransportError,
 )
 from sordino.shared.manifest import GroupSpec, ModelManifest
-from sordino.shared.transport import DEFAULT_MAX_MESSAGE_BYTES, ENVELOPE_BYTES, channel_options, error_of
+from sordino.shared.transport import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    ENVELOPE_BYTES,
+    MIN_MESSAGE_BYTES,
+    channel_options,
+    error_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +133,11 @@ class Connection:
             self._channel.close()
             raise
         self.max_message_bytes = min(reply.max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES, _MAX_MESSAGE)
+        if self.max_message_bytes < MIN_MESSAGE_BYTES:
+            self._channel.close()
+            raise ProtocolError(
+                f"the server takes messages of {self.max_message_bytes} bytes, at least {MIN_MESSAGE_BYTES} are needed"
+            )
         self.protocols = tuple(reply.protocols)
         self.server_version = reply.version
 

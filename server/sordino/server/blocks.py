@@ -20,6 +20,7 @@ from sordino.shared.packing import Part
 from sordino.shared.rlwe import PARAMS, U32, U64, expand_uniform
 
 _POLYNOMIALS: Final = 1024  # encoded at a time when they are not kept: 16 MB
+_MOST_A_WEIGHT: Final = 32  # bytes that are kept
 _IDLE_S: Final = 10.0  # after so long unused, encoded weights make room for others
 
 
@@ -41,7 +42,7 @@ class _Kept:
 
 
 class BlockProducts:
-    """Multiplies blocks and keeps encoded weights, 8 bytes a weight and packing, up to a limit.
+    """Multiplies blocks and keeps encoded weights, 8 bytes a weight and some for padding, up to a limit.
 
     Weights are encoded when they are first asked for. What does not fit is encoded anew for each request: each token
     passes through all groups in the same order, so dropping the least recently used would drop each just before its
@@ -86,7 +87,9 @@ class BlockProducts:
             return
         shape = wanted.part.shape
         size = 8 * shape.points * shape.input_blocks * shape.output_blocks * matrix.planes
-        keep = not wanted.transposed and self._make_room(size)
+        # Blocks that reach far beyond their range are no use to keep: somebody could fill the cache with them.
+        weights = matrix.planes * shape.in_features * shape.out_features
+        keep = not wanted.transposed and size <= _MOST_A_WEIGHT * weights and self._make_room(size)
         step = shape.outputs * (shape.output_blocks if keep else max(1, _POLYNOMIALS // shape.input_blocks))
         planes = []
         for plane in _planes(matrix, wanted):

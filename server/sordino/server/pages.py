@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -179,8 +180,9 @@ def evaluate(
 
 @dataclass(slots=True, eq=False)
 class PageSession:
-    """The pages of one stream, by the numbers that its client gave them, in order."""
+    """The pages of one stream, by the numbers that its client gave them, in order. ``holder`` is whose it is."""
 
+    holder: str = ""
     pages: dict[int, U32] = field(default_factory=dict)
     appended: int = 0
     used: float = field(default_factory=time.monotonic)
@@ -211,7 +213,8 @@ class PageStore:
     Args:
         total, per_session: limits in bytes.
         evict_after_s: a session that was not used for so long may lose its pages to others, the least recently used
-            first; its next call says so.
+            first; its next call says so. A holder of more than the holders' equal share may lose pages to one who
+            has less, rested or not.
     """
 
     def __init__(self, total: int, per_session: int, evict_after_s: float) -> None:
@@ -227,9 +230,9 @@ class PageStore:
             return sum(session.size for session in self._sessions)
 
     @contextmanager
-    def session(self) -> Iterator[PageSession]:
-        """Pages that are gone at the end."""
-        session = PageSession()
+    def session(self, holder: str = "") -> Iterator[PageSession]:
+        """Pages of a holder (a token, say) that are gone at the end."""
+        session = PageSession(holder)
         with self._lock:
             self._sessions.append(session)
         try:
@@ -270,7 +273,7 @@ class PageStore:
                 raise LimitError(
                     f"a session may keep {self._per_session >> 20} MiB of pages here: use shorter prompts or answers"
                 )
-            self._make_room(size)
+            self._make_room(session.holder, size)
             session.pages.update(enumerate(pages, first))
             session.appended += len(pages)
 
@@ -285,15 +288,24 @@ class PageStore:
                 if session.pages.pop(number, None) is None:
                     raise ProtocolError(f"page {number} was never appended, or was dropped")
 
-    def _make_room(self, size: int) -> None:
-        over = sum(session.size for session in self._sessions) + size - self._total
+    def _make_room(self, holder: str, size: int) -> None:
+        held = Counter({holder: 0})
+        for session in self._sessions:
+            held[session.holder] += session.size
+        over = held.total() + size - self._total
+        share = self._total // len(held)
         before = time.monotonic() - self._evict_after_s
-        idle = [other for other in self._sessions if not other.busy and other.pages and other.used <= before]
-        if over > sum(other.size for other in idle):
-            raise LimitError("the server's memory for pages is in use: try again later")
-        for other in sorted(idle, key=lambda other: other.used):
+        going: list[PageSession] = []
+        for other in sorted(self._sessions, key=lambda other: other.used):
             if over <= 0:
                 break
-            over -= other.size
+            too_much = held[other.holder] > share and held[holder] + size <= share
+            if other.pages and not other.busy and (other.used <= before or too_much):
+                going.append(other)
+                held[other.holder] -= other.size
+                over -= other.size
+        if over > 0:
+            raise LimitError("the server's memory for pages is in use: try again later")
+        for other in going:
             other.pages.clear()
             other.evicted = True

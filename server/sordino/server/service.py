@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
+from sordino.server.auth import identity_of
 from sordino.server.blockkernels import choose_block_kernel
 from sordino.server.blocks import BlockProducts, Wanted
 from sordino.server.decoding import Waits
@@ -39,7 +40,7 @@ from sordino.shared.rlwe import (
     packed_bytes,
     unpack,
 )
-from sordino.shared.transport import BUNDLE_CHUNK_BYTES, DEFAULT_MAX_MESSAGE_BYTES
+from sordino.shared.transport import BUNDLE_CHUNK_BYTES, DEFAULT_MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
 
 Context = grpc.ServicerContext
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sordino"].full_name
@@ -82,7 +83,7 @@ class Limits:
     idle_s: float = 120.0
 
     def __post_init__(self) -> None:
-        if not 1 << 16 <= self.max_message_bytes <= 1 << 30:
+        if not MIN_MESSAGE_BYTES <= self.max_message_bytes <= 1 << 30:
             raise LimitError(f"the message limit must be 64 KiB to 1 GiB, not {self.max_message_bytes} bytes")
 
 
@@ -186,8 +187,7 @@ class SordinoService(pb_grpc.SordinoServicer):
     def Attend(  # noqa: N802
         self, request_iterator: Iterator[pb.AttendRequest], context: Context
     ) -> Iterator[pb.AttendResponse]:
-        del context
-        with self.pages.session() as session:
+        with self.pages.session(identity_of(context)) as session:
             opened = False
             for request in request_iterator:
                 if request.HasField("open") == opened:
@@ -316,10 +316,11 @@ class SordinoService(pb_grpc.SordinoServicer):
             sums.append([(k, place[number]) for k, number in zip(one.operands, one.pages, strict=True)])
         if not sums:
             raise ProtocolError("a request for products without a sum")
-        pages = session.find(numbers, level)
         with self._all_cores():
             start = time.perf_counter()
+            # First the operands, whose stated number is compared with their length: it bounds the copy of the pages.
             operands = _ciphertexts(wanted.operands)
+            pages = session.find(numbers, level)
             answers = evaluate(operands, pages, sums, read, level, parallel=self._cores > 1)
         c0, c1, c2 = pack_answers(answers, level)
         return pb.AttendResponse(id=request.id, c0=c0, c1=c1, c2=c2, compute_us=_since(start))

@@ -10,6 +10,7 @@ from sordino.shared import errors
 from sordino.shared.errors import SordinoError
 
 DEFAULT_MAX_MESSAGE_BYTES: Final = 8 << 20
+MIN_MESSAGE_BYTES: Final = 64 << 10  # below it a product takes hundreds of thousands of messages
 # Room for the fields around a payload of the largest size.
 ENVELOPE_BYTES: Final = 4096
 ERROR_KEY: Final = "sordino-error"

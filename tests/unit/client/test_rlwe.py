@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -135,6 +136,15 @@ def test_budget_broken_decodes_wrongly() -> None:
 def test_bad_parameters_are_refused(n: int, primes: tuple[int, int], eta: int, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         RlweParams(n=n, primes=primes, eta=eta)
+
+
+@pytest.mark.parametrize("bits", [0, SWITCH_BITS])
+def test_a_planned_block_is_one_that_the_server_takes(bits: int) -> None:
+    """Filled by more than half."""
+    sizes = (1, 2, 3, 7, 20, 64, 100, 577, 1536, 3072, 8192)
+    for rows, n, m, limit in itertools.product((1, 8, 32, 256), sizes, sizes, (64 << 10, 8 << 20)):
+        for part in packing.plan(rows, n, m, max_bytes=limit, prices=packing.Prices(bits=bits)):
+            assert 2 * rows * part.shape.inputs * part.shape.outputs > N
 
 
 def test_ciphertext_hides_and_fresh_keys_differ() -> None:

@@ -15,7 +15,9 @@ from sordino.server.blockkernels import (
     choose_block_kernel,
     known_answer_test,
 )
-from sordino.shared.packing import BlockShape
+from sordino.server.blocks import BlockProducts, Wanted
+from sordino.server.kernel import RingMatrix, choose_kernel
+from sordino.shared.packing import BlockShape, Part
 from sordino.shared.rlwe import PARAMS, SWITCH_BITS
 
 CPU = torch.device("cpu")
@@ -88,3 +90,14 @@ def test_cuda_gives_the_bits_of_the_cpu(shape: BlockShape, bits: int) -> None:
         pytest.skip("no CUDA device on this machine")
     assert_same(torch.device("cuda"), shape, bits)
     assert choose_block_kernel(torch.device("cuda"), parallel=False).name == "blocks-torch"
+
+
+def test_weights_of_blocks_beyond_their_range_are_not_kept() -> None:
+    """A block for one weight would take the cache 16 KB."""
+    matrix = RingMatrix(torch.ones((64, 64), dtype=torch.int8), 1, choose_kernel(CPU))
+    products = BlockProducts(1 << 30, CompiledBlocks(parallel=False))
+    for shape, kept in ((BlockShape(1, 1, 2048, 64, 1), 0), (BlockShape(1, 64, 32, 64, 64), 8 * 64 * 64)):
+        c0 = np.zeros((2, PARAMS.n, shape.input_blocks), np.uint32)
+        part = Part(slice(0, shape.in_features), slice(0, shape.out_features), shape)
+        products.product(matrix, Wanted(0, False, part, 0), bytes(32), c0)
+        assert sum(entry.size for entry in products._kept.values()) == kept

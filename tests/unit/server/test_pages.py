@@ -101,6 +101,30 @@ def test_limits_of_a_session_and_of_all() -> None:
         assert two.size == 2 * PAGE_BYTES
 
 
+def test_who_holds_more_than_a_share_makes_room_for_who_holds_less() -> None:
+    """However busily; and never below the share, nor for somebody over it."""
+    store = PageStore(8 * PAGE_BYTES, 8 * PAGE_BYTES, 1000)
+    with (
+        store.session("greedy") as first,
+        store.session("greedy") as second,
+        store.session("greedy") as third,
+        store.session("modest") as modest,
+    ):
+        for session in (first, second, third):
+            store.append(session, 0, [page(), page()])
+        store.append(third, 2, [page(), page()])
+        with store.using(third), pytest.raises(LimitError):
+            store.append(third, 4, [page()])
+        store.append(modest, 0, [page(), page()])
+        assert first.evicted
+        assert not second.evicted
+        store.append(modest, 2, [page(), page()])
+        assert second.evicted
+        assert third.size == modest.size == 4 * PAGE_BYTES
+        with pytest.raises(LimitError, match="in use"):
+            store.append(modest, 4, [page()])
+
+
 def test_the_least_recently_used_idle_session_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(pages.time, "monotonic", lambda: now)
