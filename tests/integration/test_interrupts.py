@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from pairs import InProcessServer
 from stack import ServerProcess, answer, connect_to
 
+from sordino.client.attend import PageStream
 from sordino.client.interrupts import interrupts
 from sordino.client.provision import fetch_check_vectors
 from sordino.client.proxy import RecordingProxy
+from sordino.client.rlwe import SecretKey
 from sordino.client.transport import Connection
+from sordino.shared.rlwe import PARAMS
 
 
 @contextmanager
@@ -41,10 +48,14 @@ def interrupting(wait: Callable[[], float]) -> Iterator[None]:
 
 
 @pytest.mark.slow  # sixty interrupts each, at whatever moment the machine gives
-@pytest.mark.parametrize("protocol", ["masked", "auto", "rlwe"])
+@pytest.mark.parametrize("protocol", ["masked", "auto", "rlwe", "masked, with encrypted attention"])
 def test_interrupts_at_random_moments(server: ServerProcess, tmp_path: Path, protocol: str) -> None:
-    pool = {"pool": tmp_path / "pool", "state_dir": tmp_path / "client-state"} if protocol == "auto" else {}
-    link = connect_to(server, tmp_path, protocol=protocol, **pool)
+    options: dict[str, Any] = {}
+    if protocol == "auto":
+        options = {"pool": tmp_path / "pool", "state_dir": tmp_path / "client-state"}
+    elif "attention" in protocol:
+        options = {"attention": "rlwe", "page_tokens": 4}
+    link = connect_to(server, tmp_path, protocol=protocol.split(",")[0], **options)
     truth = answer(link, tokens=4)
     caught, rng = 0, random.Random(7)  # when, not what
     deadline = time.monotonic() + 6
@@ -62,24 +73,115 @@ def test_interrupts_at_random_moments(server: ServerProcess, tmp_path: Path, pro
     assert time.monotonic() - begin < 5
 
 
-def test_a_silent_server_is_not_waited_for(server: ServerProcess, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["Evaluate", "Attend"])
+def test_a_silent_server_is_not_waited_for(server: ServerProcess, tmp_path: Path, method: str) -> None:
     """The interrupt wakes who waits for an answer that does not come."""
-    silent = threading.Event()
+    speaks = threading.Event()
+    speaks.set()
 
-    def tamper(method: str, direction: str, index: int, raw: bytes) -> bytes:
-        if silent.is_set() and (method, direction) == ("Evaluate", "down"):
-            time.sleep(20)
+    def tamper(called: str, direction: str, index: int, raw: bytes) -> bytes:
+        if (called, direction) == (method, "down"):
+            speaks.wait(20)
         return raw
 
     with RecordingProxy(server.target, ca=server.ca, tamper=tamper) as proxy:
-        link = connect_to(server, tmp_path, target=proxy.target, ca=None)
-        answer(link, tokens=2)
-        silent.set()
+        link = connect_to(server, tmp_path, target=proxy.target, ca=None, attention="rlwe", page_tokens=4)
+        truth = answer(link, tokens=2)
+        speaks.clear()
         begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt), interrupting(lambda: 0.5):
             answer(link, tokens=2)
         assert time.monotonic() - begin < 5
+        speaks.set()
+        assert answer(link, tokens=2) == truth
         link.session.close()
+
+
+def interrupted_in(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[str]:
+    """One SIGINT at the beginning of the next call of this method; the list says when that has run to its end."""
+    real, ended, sent = getattr(owner, name), [], threading.Event()
+
+    def method(*args: Any) -> Any:
+        if sent.is_set():
+            return real(*args)
+        sent.set()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)  # where a handler runs
+        try:
+            return real(*args)
+        finally:
+            ended.append(name)
+
+    monkeypatch.setattr(owner, name, method)
+    return ended
+
+
+@pytest.mark.parametrize(("owner", "name"), [(PageStream, "_exchange"), (PageStream, "_guarded"), (Future, "result")])
+def test_pages_are_counted_right_and_let_go(
+    server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    """An interrupt waits for the stream, and for the threads that encrypt; pages that nobody got are dropped."""
+    with (link := connect_to(server, tmp_path, attention="rlwe", page_tokens=4)).session:
+        truth = answer(link, tokens=2)
+        ended = interrupted_in(monkeypatch, owner, name)
+        with pytest.raises(KeyboardInterrupt):
+            answer(link, tokens=2)
+        assert ended
+        assert answer(link, tokens=2) == truth
+        gc.collect()
+        assert link.session.attention is not None
+        stream = link.session.attention.stream
+        stream._collect()
+        assert not stream._kept
+
+
+def test_closing_is_not_cut_short(server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = connect_to(server, tmp_path, attention="rlwe", page_tokens=4)
+    answer(link, tokens=2)
+    ended = interrupted_in(monkeypatch, PageStream, "_hang_up")
+    with pytest.raises(KeyboardInterrupt):
+        link.session.close()
+    assert ended
+    link.session.close()
+
+
+def test_another_threads_turn_is_not_waited_for(server: ServerProcess, tmp_path: Path) -> None:
+    link = connect_to(server, tmp_path, attention="rlwe", page_tokens=4)
+    assert link.session.attention is not None
+    stream, over = link.session.attention.stream, threading.Event()
+    holds = threading.Event()
+
+    def hold() -> None:
+        with stream._turn():
+            holds.set()
+            over.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert holds.wait(5)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), interrupting(lambda: 0.5):
+        answer(link, tokens=2)
+    assert time.monotonic() - begin < 5
+    over.set()
+    thread.join()
+    link.session.close()
+
+
+@pytest.mark.parametrize("step", ["encrypt", "decrypt", "decrypt_switched"])
+def test_the_threads_of_the_transforms_are_waited_for(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    key, one, both = SecretKey(parallel=True), np.ones((PARAMS.n, 1), np.uint32), np.ones((2, PARAMS.n, 1), np.uint32)
+    steps: dict[str, Callable[[], object]] = {
+        "encrypt": lambda: key.encrypt(one, both),
+        "decrypt": lambda: key.decrypt(both.copy(), both),
+        "decrypt_switched": lambda: key.decrypt_switched(
+            one[:1].astype(np.uint64), one.astype(np.uint64), np.arange(1), 41
+        ),
+    }
+    ended = interrupted_in(monkeypatch, Future, "result")
+    with pytest.raises(KeyboardInterrupt):
+        steps[step]()
+    assert ended
 
 
 def test_provisioning_stops(bundles: Callable[..., Path]) -> None:

@@ -8,12 +8,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sordino.client.interrupts import interrupts
 from sordino.client.pages import (
     F64,
     PageKey,
@@ -71,10 +73,9 @@ class PageStream:
     def append(self, messages: Iterable[pb.AttendRequest]) -> tuple[int, int]:
         """Sends pages, numbering them: the epoch, and the number of the first."""
         self._connection.owner.check()
-        with self._lock:
+        with self._turn():
             self._collect()
             first, messages = 0, list(messages)
-            count = sum(message.append.pages.count for message in messages)
 
             def attempt() -> None:
                 nonlocal first
@@ -84,6 +85,9 @@ class PageStream:
                     message.append.first = number
                     number += message.append.pages.count
                 self._exchange(call, messages, _ignore)
+                # Here, where the server has them, whatever is raised on the way out.
+                self._appended = number
+                self._kept += number - first
 
             if self._kept:
                 self._guarded(attempt)
@@ -92,8 +96,6 @@ class PageStream:
                     self._connection.retrying(attempt)
                 except KvEvictedError:  # of pages that nobody needs any more: on a new stream
                     self._connection.retrying(attempt)
-            self._appended += count
-            self._kept += count
             return self.epoch, first
 
     def exchange(
@@ -106,7 +108,7 @@ class PageStream:
             SordinoError: the server refused a request.
         """
         self._connection.owner.check()
-        with self._lock:
+        with self._turn():
             self._collect()
             call = self._call
             if epoch != self.epoch or call is None:
@@ -119,11 +121,25 @@ class PageStream:
         self._forgotten.append((epoch, numbers))
 
     def close(self) -> None:
+        if not self._connection.owner.here():
+            return
         self._closed = True
         self._watchdog.close()
-        if self._lock.acquire(blocking=False):  # otherwise the connection's end ends the call
+        with interrupts:
+            if self._lock.acquire(blocking=False):  # otherwise the connection's end ends the call
+                try:
+                    self._hang_up()
+                finally:
+                    self._lock.release()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """This thread's turn; an interrupt is raised at its end, or while another thread has its own."""
+        with interrupts:
+            while not self._lock.acquire(timeout=0.1):
+                interrupts.check()
             try:
-                self._hang_up()
+                yield
             finally:
                 self._lock.release()
 
@@ -131,6 +147,7 @@ class PageStream:
         try:
             attempt()
         except (TransportError, ValueError) as error:  # the latter is gRPC's, of a call on a channel that was closed
+            interrupts.check()
             if self._closed:
                 raise SessionLostError("the session is closed") from None
             if isinstance(error, ValueError):
@@ -243,15 +260,16 @@ class EncryptedAttention:
                     part = self._ciphertexts(polynomials[start : start + step], level)
                     yield pb.AttendRequest(append=pb.PageAppend(pages=part))
 
-        epoch, first = self.stream.append(messages())
         pages = []
-        for p in range(count):
-            of_keys = tuple(range(first + p * heads, first + (p + 1) * heads))
-            of_values = tuple(number + count * heads for number in of_keys)
-            which = slice(p * heads, (p + 1) * heads)
-            page = Page(epoch, of_keys, of_values, key_scales[which], value_scales[which])
-            weakref.finalize(page, self.stream.forget, epoch, of_keys + of_values).atexit = False
-            pages.append(page)
+        with interrupts:  # what the server has is here, too, or is dropped
+            epoch, first = self.stream.append(messages())
+            for p in range(count):
+                of_keys = tuple(range(first + p * heads, first + (p + 1) * heads))
+                of_values = tuple(number + count * heads for number in of_keys)
+                which = slice(p * heads, (p + 1) * heads)
+                page = Page(epoch, of_keys, of_values, key_scales[which], value_scales[which])
+                weakref.finalize(page, self.stream.forget, epoch, of_keys + of_values).atexit = False
+                pages.append(page)
         return pages
 
     def scores(self, queries: F32, pages: Sequence[Page], tokens: int) -> F32:
@@ -324,6 +342,7 @@ class EncryptedAttention:
         return pb.PageProducts(operands=operands, first=read.first, step=read.step, count=read.count)
 
     def _ciphertexts(self, polynomials: F64, level: Level) -> pb.Ciphertexts:
+        interrupts.check()  # the work of a long prompt is here
         start = time.perf_counter()
         seed, c0 = self._key.encrypt(polynomials, level, parallel=True)
         self._timings.lap("attention encrypt", start)

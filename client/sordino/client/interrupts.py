@@ -1,13 +1,14 @@
-"""Keeps Ctrl-C out of gRPC's locks.
+"""Keeps Ctrl-C out of locks of gRPC, and of pools of threads.
 
 A KeyboardInterrupt can be raised between the taking of a Python lock and the block that gives it back (CPython runs
 signal handlers between any two instructions of ``Condition.__enter__``). gRPC holds such a lock for every call: one
 interrupt in the wrong place, and all threads of its channel wait for ever. So while the main thread is inside gRPC the
-interrupt is noted, whoever waits is woken, and it is raised at the end.
+interrupt is noted, whoever waits is woken, and it is raised at the end. Futures and executors have such locks, too.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -25,6 +26,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._depth = 0
+        self._thread = 0
         self._previous: Handler | None = None
         self.noted = False
 
@@ -36,7 +38,7 @@ class Interrupts:
             return self
         previous = signal.signal(signal.SIGINT, self._note)  # from here on nothing is raised
         if callable(previous):
-            self._depth, self._previous = 1, previous
+            self._depth, self._thread, self._previous = 1, threading.get_ident(), previous
         else:
             signal.signal(signal.SIGINT, previous)
         return self
@@ -49,9 +51,7 @@ class Interrupts:
         self._depth -= 1
         if self._depth:
             return
-        previous, self._previous = self._previous, None
-        noted, self.noted = self.noted, False
-        signal.signal(signal.SIGINT, previous)
+        previous, noted = self._end(self._previous)
         if noted and kind is not KeyboardInterrupt:
             previous(signal.SIGINT, None)
 
@@ -60,8 +60,22 @@ class Interrupts:
         if self.noted and threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
 
+    def _end(self, previous: Handler) -> tuple[Handler, bool]:
+        self._previous = None
+        try:
+            signal.signal(signal.SIGINT, previous)  # one that came before this is still noted
+        finally:
+            noted, self.noted = self.noted, False
+        return previous, noted
+
     def _note(self, *_: object) -> None:
         self.noted = True
 
+    def _forked(self) -> None:
+        """In a child that another thread forked: here is nobody who would come out of the context."""
+        if self._previous is not None and self._thread != threading.get_ident():
+            self._end(self._previous)
+
 
 interrupts: Final = Interrupts()
+os.register_at_fork(after_in_child=interrupts._forked)

@@ -13,6 +13,7 @@ from typing import Final, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from sordino.client.interrupts import interrupts
 from sordino.client.rlwe import _popcount21, _random_bytes, _ternary
 from sordino.shared.errors import RangeError
 from sordino.shared.jit import compiled
@@ -148,7 +149,8 @@ class PageKey:
                 start, end = _BLOCK * block, min(_BLOCK * (block + 1), count)
                 _encrypt(m, c1[i], self._negated[i], w, ws, q, *montgomery(q), start, end, c0[i])
 
-        in_halves(work, blocks * level.primes, parallel)
+        with interrupts:
+            in_halves(work, blocks * level.primes, parallel)
         return seed, pack(c0)
 
     def decrypt(self, packed: tuple[bytes, bytes, bytes], answers: int, read: Read, level: Level) -> F64:

@@ -13,6 +13,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
+from sordino.client.interrupts import interrupts
 from sordino.shared.jit import compiled
 from sordino.shared.ring import P
 from sordino.shared.rlwe import MAX_KEY_WEIGHT, PARAMS, U32, U64, RlweParams, intt, ntt
@@ -157,7 +158,8 @@ class SecretKey:
         noise = np.frombuffer(_random_bytes(8 * m.size), np.uint64).reshape(m.shape)
         c0 = np.empty((2, *m.shape), np.uint32)
         _encode(np.ascontiguousarray(m), noise, c0)
-        ntt(c0, self._params, parallel=self._parallel)
+        with interrupts:
+            ntt(c0, self._params, parallel=self._parallel)
         for i, q in enumerate(self._params.primes):
             _mask(c0[i], c1[i], self._s[i], q, -1)
         return c0
@@ -170,7 +172,8 @@ class SecretKey:
         """
         for i, q in enumerate(self._params.primes):
             _mask(c0[i], c1[i], self._s[i], q, 1)
-        intt(c0, self._params, parallel=self._parallel)
+        with interrupts:
+            intt(c0, self._params, parallel=self._parallel)
         out = np.empty(c0.shape[1:], np.uint32)
         _decode(c0[0], c0[1], out)
         return out
@@ -187,10 +190,12 @@ class SecretKey:
         """
         product = np.empty((2, *c1.shape), np.uint32)
         _residues(c1, product)
-        ntt(product, self._params, parallel=self._parallel)
+        with interrupts:
+            ntt(product, self._params, parallel=self._parallel)
         for i, q in enumerate(self._params.primes):
             _times(product[i], self._s[i], q)
-        intt(product, self._params, parallel=self._parallel)
+        with interrupts:
+            intt(product, self._params, parallel=self._parallel)
         out = np.empty(c0.shape, np.uint32)
         _decode_switched(product[0], product[1], c0, positions, bits, out)
         return out

@@ -15,6 +15,7 @@ Nothing here can hold a secret: keys, encryption and decryption are in ``sordino
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -264,6 +265,9 @@ def _intt_columns(a: U32, w: U32, ws: U32, n_inv: int, n_inv_shoup: int, q: int)
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(2, thread_name_prefix="sordino-rlwe")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has no copy of the threads
 
 
 def each_prime(work: Callable[[int], None], parallel: bool, count: int = 2) -> None:
