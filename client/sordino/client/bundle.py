@@ -77,16 +77,20 @@ def fetch_bundle(connection: Connection, *, cache: Path | None = None, progress:
         # One download at a time: a second process waits, then finds the files.
         with open(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)) as lock:
             _wait_for(lock, folder, connection.timeout_s)
-            missing = {name for name, spec in files.items() if not _holds(folder / name, spec)}
-            _check_room(folder, {name: files[name] for name in missing})
-            # The config first: it says how large the weights can be.
-            for name in sorted(files, key=lambda name: name != "config.json"):
-                if name in missing:
-                    _check_size(name, files[name], folder, connection.manifest)
-                    _download(connection, name, files[name], folder / name, _offset(progress, there, total))
-                there += files[name].size
-                if progress:
-                    progress(there, total)
+            try:
+                missing = {name for name, spec in files.items() if not _holds(folder / name, spec)}
+                _check_room(folder, {name: files[name] for name in missing})
+                # The config first: it says how large the weights can be.
+                for name in sorted(files, key=lambda name: name != "config.json"):
+                    if name in missing:
+                        _check_size(name, files[name], folder, connection.manifest)
+                        _download(connection, name, files[name], folder / name, _offset(progress, there, total))
+                    there += files[name].size
+                    if progress:
+                        progress(there, total)
+            finally:
+                # By name, not by closing: a child forked meanwhile holds the same open file.
+                fcntl.flock(lock, fcntl.LOCK_UN)
         _check_untrusted(folder)
     return folder
 

@@ -4,7 +4,8 @@ One directory per user and host (``platformdirs.user_state_path("sordino") / "le
 
 - ``lock``: every change of any pool, by any process, happens under a ``flock`` on it;
 - ``host``: a random secret, which makes the ledger this host's own;
-- ``<pool id>.json``: per batch, how many of its chunks have been reserved: the authoritative mark.
+- ``<pool id>.json``: per batch, how many of its chunks have been reserved: the authoritative mark;
+- ``<pool id>.gone``: the pool was destroyed.
 
 All copies of a pool on one host share its ledger entry, so a copy, or an older state that was put back, goes on where
 the furthest of them stopped. A batch that the entry does not list counts as used up, so that entries may be pruned.
@@ -324,6 +325,8 @@ class Ledger:
         Raises:
             PoolForeignError: the pool, or this ledger, is not this host's, as the module's text says.
         """
+        if self._gone(pool_id).exists():
+            raise _foreign("it was destroyed, after a failed check")
         try:
             raw = read_private(self._entry(pool_id))
             identity = file_identity(self._entry(pool_id))
@@ -363,9 +366,13 @@ class Ledger:
             temp.unlink(missing_ok=True)
 
     def forget(self, pool_id: str) -> None:
-        """No copy of the pool can be used on this host any more."""
+        """No copy of the pool can be used on this host any more, whatever a process that was stopped still writes."""
+        os.close(open_private(self._gone(pool_id), os.O_WRONLY | os.O_CREAT))
         self._entry(pool_id).unlink(missing_ok=True)
         sync_dir(self.path)
+
+    def _gone(self, pool_id: str) -> Path:
+        return self._entry(pool_id).with_suffix(".gone")
 
     def _entry(self, pool_id: str) -> Path:
         if not _ID.match(pool_id):

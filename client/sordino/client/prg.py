@@ -89,3 +89,8 @@ def accept(words: Callable[[int], U32], count: int) -> U32:
         more = words(count - kept.size)
         kept = np.concatenate([kept, more[more < P]])
     return kept
+
+
+# What cryptography sets up at its first use must not be under way in another thread at a fork: the child would wait for
+# that thread for ever, and hold the ledger meanwhile.
+uniform_mod_p(bytes(KEY_BYTES), b"first use", 1)

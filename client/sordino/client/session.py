@@ -138,7 +138,7 @@ def connect(
     low_water: int | None = None,
     refill: bool = True,
     provision: bool = True,
-    check_vectors: Literal[0, 1, 2] = 1,
+    check_vectors: Literal[0, 1, 2] | None = None,
     cache: str | Path | None = None,
     state_dir: str | Path | None = None,
     device: str | torch.device = "cpu",
@@ -168,7 +168,8 @@ def connect(
             this many (an eighth of a batch by default; 0 waits until none is left).
         refill: False raises PoolExhaustedError when the masks run out. provision: fill an empty pool at once, rather
             than at the first use.
-        check_vectors: wrong answers pass with probability 2^-32 for each; 0 turns the check off.
+        check_vectors: wrong answers pass with probability 2^-32 for each; 0 turns the check off. None takes as many as
+            the pool was made with, or one.
         cache: where client bundles are kept. state_dir: where the ledger of used masks lives on this host.
         device: for the local part of the model. timeout_s: longest wait for one answer. retry_s: how long a server
             may be away, without any progress, before the answer is given up.
@@ -191,7 +192,7 @@ def connect(
         raise ProtocolError(f"attention {attention!r} does not exist: use local or rlwe")
     if attention == "rlwe" and attn_implementation:
         raise ProtocolError("attention='rlwe' is an attention implementation of its own: leave the other out")
-    if not _is_whole(check_vectors) or check_vectors not in (0, 1, 2):
+    if check_vectors is not None and (not _is_whole(check_vectors) or check_vectors not in (0, 1, 2)):
         raise RangeError(f"check_vectors is 0, 1 or 2, not {check_vectors}")
     if not _is_number(bandwidth_mbit) or not 0 < bandwidth_mbit < math.inf:
         raise RangeError(f"bandwidth_mbit is a positive number, not {bandwidth_mbit}")
@@ -234,7 +235,8 @@ def connect(
         if protocol == "clear":
             linear = ClearProtocol(connection)
         elif protocol == "rlwe":
-            checks = connection.retrying(lambda: fetch_check_vectors(connection, check_vectors, on_provision))
+            count = 1 if check_vectors is None else check_vectors
+            checks = connection.retrying(lambda: fetch_check_vectors(connection, count, on_provision))
             linear = RlweProtocol(connection, checks, choices)
         else:
             pooled = keeper = _keeper(
@@ -273,7 +275,7 @@ def _keeper(
     low_water: int,
     refill: bool,
     provision: bool,
-    check_vectors: int,
+    check_vectors: int | None,
     on_plan: Notify | None,
     on_provision: Progress | None,
     on_notice: Notify | None,
@@ -293,7 +295,8 @@ def _keeper(
         fill = provision and refill and not opened.slots_left
         if fill and on_plan:
             limit = connection.max_message_bytes
-            on_plan(describe_plan(plan_batch(manifest, batch, checks=check_vectors, max_message_bytes=limit)))
+            count = 1 if check_vectors is None else check_vectors
+            on_plan(describe_plan(plan_batch(manifest, batch, checks=count, max_message_bytes=limit)))
         keeper.prepare(check_vectors)
         if fill:
             keeper.fill_now()

@@ -148,7 +148,7 @@ class Connection:
         call: Call[pb.FileChunk] = self._stub.FetchFile(
             pb.FetchFileRequest(name=name, offset=offset), metadata=self._metadata
         )
-        for chunk in self._answers(call, Watchdog(self.timeout_s)):
+        for chunk in self._unless_busy(self._answers(call, Watchdog(self.timeout_s))):
             if chunk.offset != position:
                 raise ProtocolError(f"the server sent {name!r} out of order")
             if not chunk.data:
@@ -157,6 +157,13 @@ class Connection:
             self._fetched += len(chunk.data)
             self.traffic.count("bundle", down=chunk.ByteSize())
             yield chunk.data
+
+    def _unless_busy(self, answers: Iterator[T]) -> Iterator[T]:
+        """With no place for one more download at the server, this one is tried again later."""
+        try:
+            yield from answers
+        except LimitError as error:
+            raise TransportError(f"the server is busy: {error}") from None
 
     def provision(self, requests: Iterator[pb.ProvisionRequest]) -> Generator[pb.ProvisionResponse]:
         """One provisioning stream; answers come in the order of the requests."""

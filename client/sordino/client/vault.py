@@ -33,6 +33,11 @@ _SEALED: Final = b"sordino sealed 1\n"
 _SCRYPT: Final = {"n": 1 << 15, "r": 8, "p": 3}
 
 
+# Set up before anybody can fork, as in sordino.client.prg.
+AESGCM(bytes(KEY_BYTES)).encrypt(bytes(_NONCE_BYTES), b"", None)
+Scrypt(salt=bytes(_SALT_BYTES), length=KEY_BYTES, n=2, r=1, p=1).derive(b"first use")
+
+
 class Vault:
     """Seals small files, or stores them plain with a checksum. Its text form shows no key."""
 

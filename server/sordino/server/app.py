@@ -21,7 +21,7 @@ from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server import address
 from sordino.server.auth import TokenFile, TokenInterceptor
 from sordino.server.decoding import DecodingInterceptor
-from sordino.server.provision import return_memory
+from sordino.server.provision import few_arenas, return_memory
 from sordino.server.service import SERVICE_NAME, Limits, SordinoService
 from sordino.server.store import MatrixStore
 from sordino.server.tls import TlsFiles
@@ -86,6 +86,7 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
         SordinoError: the bundle is damaged, or the port cannot be had.
     """
     _raise_file_limit()
+    few_arenas()
     store = MatrixStore(config.bundle, config.device)
     log.info("%d groups on %s by %s", len(store.matrices), store.device, store.kernel.name)
     service = SordinoService(store, config.limits, allow_clear=config.allow_clear)

@@ -88,8 +88,8 @@ class BlockProducts:
         shape = wanted.part.shape
         size = 8 * shape.points * shape.input_blocks * shape.output_blocks * matrix.planes
         # Blocks that reach far beyond their range are no use to keep: somebody could fill the cache with them.
-        weights = matrix.planes * shape.in_features * shape.out_features
-        keep = not wanted.transposed and size <= _MOST_A_WEIGHT * weights and self._make_room(size)
+        most = _MOST_A_WEIGHT * matrix.planes * shape.in_features * shape.out_features
+        keep = not wanted.transposed and size <= most and self._make_room(size)
         step = shape.outputs * (shape.output_blocks if keep else max(1, _POLYNOMIALS // shape.input_blocks))
         planes = []
         for plane in _planes(matrix, wanted):

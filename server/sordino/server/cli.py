@@ -103,6 +103,7 @@ def serve(
     from sordino.server.app import ServerConfig
     from sordino.server.app import serve as run
     from sordino.server.auth import TokenFile
+    from sordino.server.files import replace
     from sordino.server.service import Limits
     from sordino.server.tls import TlsFiles, make_certificates
     from sordino.shared.manifest import ModelManifest
@@ -167,9 +168,7 @@ def serve(
                 soft_wrap=True,
             )
         if port_file:
-            temporary = port_file.with_name(f".{port_file.name}.tmp")
-            temporary.write_text(str(bound))
-            temporary.replace(port_file)
+            replace(port_file, str(bound).encode(), 0o644)
 
     run(config, ready=ready)
 

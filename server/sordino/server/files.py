@@ -6,18 +6,50 @@ import fcntl
 import os
 import pwd
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
+
+from sordino.shared.errors import SordinoError
+
+_WAIT_S: Final = 10.0
+_NEW: Final = ".new-"  # in the names of files that are being written
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One process at a time, and in it one thread; not to be nested."""
-    handle = os.open(folder, os.O_RDONLY)
+    """One process at a time, and in it one thread; not to be nested. Removes what a process that died was writing.
+
+    Raises:
+        SordinoError: another process holds the folder and does not let go of it, or it cannot be written.
+    """
+    path = folder / ".lock"
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise SordinoError(unreadable(path, error)) from error
+    try:
+        if os.geteuid() == 0:
+            owner = folder.stat()
+            os.fchown(handle, owner.st_uid, owner.st_gid)
+        deadline = time.monotonic() + _WAIT_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise SordinoError(f"another process holds {path}: is it stopped?") from None
+                time.sleep(0.02)
+        try:
+            for left in folder.glob(f".*{_NEW}*"):
+                left.unlink(missing_ok=True)
+            yield
+        finally:
+            # By name, not by closing: a child forked meanwhile holds the same open file.
+            fcntl.flock(handle, fcntl.LOCK_UN)
     finally:
         os.close(handle)
 
@@ -27,7 +59,7 @@ def replace(path: Path, data: bytes, mode: int = 0o600) -> None:
 
     A file that root writes belongs to who had the old one, or has the folder: a server that is not root reads it.
     """
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}{_NEW}")  # mode 0600
     try:
         with open(fd, "wb") as file:
             if os.geteuid() == 0:

@@ -7,6 +7,8 @@ rows up to 2^19 (MAX_IN_FEATURES is 2^17).
 from __future__ import annotations
 
 import ctypes
+import os
+from typing import Final
 
 import numpy as np
 import torch
@@ -14,6 +16,8 @@ from numpy.typing import NDArray
 
 from sordino.shared.jit import compiled
 from sordino.shared.rlwe import PARAMS, U32, expand_uniform
+
+_M_ARENA_MAX: Final = -8  # malloc.h
 
 
 @compiled
@@ -49,6 +53,12 @@ def product_of_masks(weights64: torch.Tensor, seed: bytes, block: int, c0: U32) 
         for i, q in enumerate(PARAMS.primes):
             _reduce(sums[half, i], float(q), out[half, i])
     return out[0], out[1]
+
+
+def few_arenas() -> None:
+    """Has glibc keep one heap a processor: it would make one a thread, each as large as its largest request."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_M_ARENA_MAX, os.cpu_count() or 1)
 
 
 def return_memory() -> None:

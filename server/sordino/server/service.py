@@ -143,10 +143,8 @@ class SordinoService(pb_grpc.SordinoServicer):
         self, request_iterator: Iterator[pb.ProvisionRequest], context: Context
     ) -> Iterator[pb.ProvisionResponse]:
         del context
-        try:
+        with _memory_returned():
             yield from self._provision(request_iterator)
-        finally:
-            return_memory()
 
     def _provision(self, requests: Iterator[pb.ProvisionRequest]) -> Iterator[pb.ProvisionResponse]:
         weights: tuple[int, torch.Tensor] | None = None
@@ -169,6 +167,10 @@ class SordinoService(pb_grpc.SordinoServicer):
         self, request_iterator: Iterator[pb.EvaluateRequest], context: Context
     ) -> Iterator[pb.EvaluateResponse]:
         del context
+        with _memory_returned():
+            yield from self._evaluate(request_iterator)
+
+    def _evaluate(self, request_iterator: Iterator[pb.EvaluateRequest]) -> Iterator[pb.EvaluateResponse]:
         torch.set_num_threads(1)  # of this thread's products
         opened = False
         answer = self._product
@@ -187,7 +189,7 @@ class SordinoService(pb_grpc.SordinoServicer):
     def Attend(  # noqa: N802
         self, request_iterator: Iterator[pb.AttendRequest], context: Context
     ) -> Iterator[pb.AttendResponse]:
-        with self.pages.session(identity_of(context)) as session:
+        with _memory_returned(), self.pages.session(identity_of(context)) as session:
             opened = False
             for request in request_iterator:
                 if request.HasField("open") == opened:
@@ -340,6 +342,15 @@ class SordinoService(pb_grpc.SordinoServicer):
                 yield
             finally:
                 torch.set_num_threads(1)
+
+
+@contextmanager
+def _memory_returned() -> Iterator[None]:
+    """After a stream."""
+    try:
+        yield
+    finally:
+        return_memory()
 
 
 def _places(limits: Limits) -> Places:

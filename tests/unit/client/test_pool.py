@@ -682,6 +682,27 @@ def test_a_stopped_process_does_not_save_a_pool(
     assert not list((tmp_path / "state").glob("*.json"))
 
 
+def test_what_a_stopped_process_still_writes_revives_nothing(
+    open_pool: Callable[..., MaskPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was between its two marks when somebody else destroyed the pool without waiting for it."""
+    pool, other = open_pool(slots=192), open_pool()
+    shutil.copytree(pool.path, tmp_path / "copy")
+
+    def destroyed(step: str) -> None:
+        if step == "reserve: mark written":
+            with monkeypatch.context() as patched:
+                patched.setattr(pool_code, "_DESTROY_WAIT_S", 0.0)
+                other.destroy()
+
+    monkeypatch.setattr(poolstore, "crash_point", destroyed)
+    with contextlib.suppress(PoolError, FileNotFoundError):
+        pool.take("g0", 1)
+    monkeypatch.undo()
+    with pytest.raises(PoolForeignError, match="was destroyed"):
+        open_pool("copy")
+
+
 # -- check vectors ---------------------------------------------------------------------------------------------------
 
 

@@ -39,7 +39,7 @@ def test_tokens_issued_at_once_are_all_kept(path: Path) -> None:
     assert len(issued) == 40
     assert {TokenFile(path).verify(token) for token in issued} == {"somebody"}
     assert len(json.loads(path.read_text())) == 40
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [".lock", path.name]
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -53,7 +53,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(path: Path, monkeypatch: p
     with pytest.raises(OSError, match="No space"):
         TokenFile(path).issue("second")
     assert TokenFile(path).verify(first) == "first"
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [".lock", path.name]
 
 
 def test_a_running_server_takes_up_every_change(path: Path) -> None:
@@ -106,6 +106,14 @@ def test_a_token_is_somebodys(path: Path, name: str) -> None:
     with pytest.raises(SordinoError, match="needs a name"):
         TokenFile(path).issue(name)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("name", ["al\x1b[31mice", "al\nice", "al\u202eice", os.fsdecode(b"al\xffice"), "x" * 201])
+def test_a_name_is_one_line_of_plain_text(path: Path, name: str) -> None:
+    with pytest.raises(SordinoError, match="printable characters"):
+        TokenFile(path).issue(name)
+    assert not path.exists()
+    assert TokenFile(path).issue("Zoë from the 3rd floor")
 
 
 @pytest.mark.parametrize("days", [math.nan, math.inf, -math.inf, 0, -1, 1e300])

@@ -68,7 +68,7 @@ def test_starts_at_once_agree(tmp_path: Path) -> None:
     assert len(seen) == 8
     assert len(set(seen)) == 1
     assert accepted(TlsFiles.self_made(tmp_path), seen[0][0])
-    assert {path.name for path in tmp_path.iterdir()} == set(NAMES)
+    assert {path.name for path in tmp_path.iterdir()} == {*NAMES, ".lock"}
 
 
 @pytest.mark.parametrize("steps", range(4))
