@@ -93,7 +93,9 @@ def serve(
     ] = 2048,
     kv_mib: Annotated[int, typer.Option(help="Memory for encrypted KV caches, of all sessions.", min=0)] = 4096,
     kv_session_mib: Annotated[int, typer.Option(help="The same, of one session.", min=0)] = 2048,
-    max_streams: Annotated[int, typer.Option(help="Evaluation streams at a time.", min=1)] = 256,
+    max_streams: Annotated[
+        int, typer.Option(help="Evaluation streams at a time; each takes up to 100 MB while it works.", min=1)
+    ] = 256,
     port_file: Annotated[Path | None, typer.Option(help="Write the port here when ready.")] = None,
 ) -> None:
     """Host a split model over gRPC."""
