@@ -193,11 +193,13 @@ def test_just_in_time_masks_of_a_liar_end_the_session(server: ServerProcess, tmp
     with RecordingProxy(server.target, ca=server.ca, tamper=liar) as proxy:
         connected = auto(server, tmp_path, target=proxy.target, ca=None, refill=False, bandwidth_mbit=10)
         with connected.session:
-            with pytest.raises(IntegrityError):
+            with pytest.raises(IntegrityError) as first:
                 answer(connected, tokens=100)
             assert liar.told
-            with pytest.raises(SordinoError):
+            assert not (tmp_path / "pool").exists()
+            with pytest.raises(IntegrityError) as later:
                 answer(connected, tokens=TOKENS)
+            assert later.value is first.value
     assert server.serves()
 
 

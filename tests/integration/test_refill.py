@@ -143,3 +143,31 @@ def test_what_cannot_be_erased_does_not_hide_a_failed_check(
             rows_of(keeper, link)
         monkeypatch.undo()
     assert f"delete its folder {tmp_path / 'pool'}" in caplog.text
+
+
+def test_whoever_meets_what_a_failed_check_left_hears_of_the_check(
+    bundles: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A background batch that fails between the beginning of a call and its masks: the pool is gone when it asks."""
+    with closing(TwoFaced(bundles("llama"))) as server, keeping(server, tmp_path) as (keeper, link):
+        keeper.prepare(1)
+        keeper.fill_now()
+        for matrix in server.store.matrices:
+            matrix.weights = -matrix.weights
+        take = keeper.take
+
+        def meanwhile(group: str, rows: int) -> object:
+            keeper.start_background()
+            assert keeper._background is not None
+            keeper._background.join()
+            return take(group, rows)
+
+        monkeypatch.setattr(keeper, "take", meanwhile)
+        with pytest.raises(IntegrityError) as first:
+            rows_of(keeper, link)
+        assert not keeper.pool.path.exists()
+        monkeypatch.undo()
+        for again in (lambda: rows_of(keeper, link), keeper.fill_now):
+            with pytest.raises(IntegrityError) as later:
+                again()
+            assert later.value is first.value

@@ -120,8 +120,7 @@ def test_a_check_does_not_go_missing_with_the_pool(
 
             def meanwhile(*arguments: Any, **options: Any) -> Any:
                 y = product(*arguments, **options)
-                keeper._background_error = IntegrityError("a background batch failed")
-                keeper.destroy()
+                keeper.fail(IntegrityError("a background batch failed"))
                 return y
 
             monkeypatch.setattr(protocol._stream, "product", meanwhile)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from sordino.client.refill import MaskSource
 from sordino.client.rlwe import SecretKey
 from sordino.client.transport import Connection, EvaluationStream
 from sordino.proto.v1 import sordino_pb2 as pb
-from sordino.shared.errors import IntegrityError
+from sordino.shared.errors import IntegrityError, SordinoError
 from sordino.shared.manifest import GroupSpec
 from sordino.shared.packing import Prices
 
@@ -64,12 +63,20 @@ class MaskedProtocol:
         self._keeper = keeper
         self._timings = connection.timings
         self._index = {group.name: i for i, group in enumerate(connection.manifest.groups)}
-        self._failure: IntegrityError | None = None
-        self._failing = threading.Lock()
 
     def apply(self, group: GroupSpec, rows: I32) -> I32:
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)  # not the frames, and tensors, of all who met it before
+        self._keeper.raise_failure()
+        try:
+            return self._apply(group, rows)
+        except IntegrityError as error:
+            self._keeper.fail(error)
+            raise
+        except SordinoError:
+            # Where a check failed elsewhere meanwhile, this is what came of it: no pool, no connection.
+            self._keeper.raise_failure()
+            raise
+
+    def _apply(self, group: GroupSpec, rows: I32) -> I32:
         timings, now = self._timings, time.perf_counter()
         r, wr = self._keeper.take(group.name, rows.shape[0])
         now = timings.lap("masks", now)
@@ -83,15 +90,11 @@ class MaskedProtocol:
             if check is not None:
                 dot_mod_p(check.c, u, expected)
 
-        try:
-            y = self._stream.product(self._index[group.name], group, u, meanwhile=expect)
-            now = timings.lap("wait", now)
-            if check is not None:
-                verify_expected(group, check, expected, y)
-                now = timings.lap("verify", now)
-        except IntegrityError as error:
-            self._fail(error)
-            raise
+        y = self._stream.product(self._index[group.name], group, u, meanwhile=expect)
+        now = timings.lap("wait", now)
+        if check is not None:
+            verify_expected(group, check, expected, y)
+            now = timings.lap("verify", now)
         self._keeper.raise_failure()
         out = np.empty(y.shape, np.int32)
         unmask(y, wr, out)
@@ -103,13 +106,6 @@ class MaskedProtocol:
 
     def close(self) -> None:
         self._stream.close()
-
-    def _fail(self, error: IntegrityError) -> None:
-        with self._failing:
-            if self._failure is None:
-                self._failure = error
-                self._stream.close()
-                self._keeper.destroy()
 
 
 class RlweProtocol:
