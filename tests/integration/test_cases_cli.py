@@ -173,6 +173,11 @@ def test_temperatures_that_mean_nothing_are_refused(opinionated: str, run: Run, 
     assert (outcome.code, "temperature must be" in outcome.err) == (1, True)
 
 
+def test_settings_of_the_repository_send_no_control_sequences(link: Connected) -> None:
+    link.model.generation_config.cache_implementation = "\x1b]0;pwned\x07"
+    assert "cache_implementation= ]0;pwned " in cli._effective(link, cli._settings(link, None, 4, 1))
+
+
 def test_a_model_without_settings_of_its_own_is_greedy(gpt2: str, run: Run) -> None:
     outcome = run(gpt2, "hello", "--max-new-tokens", "3")
     assert "greedy: max_new_tokens=3\n" in outcome.err
@@ -264,6 +269,19 @@ def test_the_prompt_may_come_from_standard_input(gpt2: str, run: Run, monkeypatc
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
     piped: Any = run(gpt2, "-", "--max-new-tokens", "5")
     assert piped.out == run(gpt2, "hello", "--max-new-tokens", "5").out
+
+
+def test_standard_input_that_is_closed(sordino: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after ``<&-`` in a shell."""
+    monkeypatch.setattr(sys, "stdin", None)
+    outcome = sordino("generate", "-", "--server", "grpc://127.0.0.1:9")
+    [line] = outcome.err.splitlines()
+    assert (outcome.code, outcome.out) == (1, "")
+    assert line == "error: RangeError: the prompt should come from standard input, which is closed"
+
+
+def test_the_help_says_who_sees_the_prompt(sordino: Run) -> None:
+    assert "All users of this machine can see it" in sordino("generate", "--help").out
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

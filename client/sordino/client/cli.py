@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from sordino.client.terminal import check_text, connected, console, encode_prompt, timed_streamer
-from sordino.shared.errors import RangeError
+from sordino.shared.errors import RangeError, printable
 
 if TYPE_CHECKING:
     from sordino.client.session import Connected
@@ -43,7 +43,9 @@ def add(app: typer.Typer) -> None:
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads standard input.")],
+    prompt: Annotated[
+        str, typer.Argument(help="What to ask. All users of this machine can see it; '-' reads standard input.")
+    ],
     server: Server,
     ca: Ca = None,
     token_file: TokenFile = None,
@@ -99,6 +101,8 @@ def generate(
 
 
 def _standard_input() -> str:
+    if sys.stdin is None:  # closed before the start
+        raise RangeError("the prompt should come from standard input, which is closed")
     try:
         return sys.stdin.read()
     except UnicodeDecodeError:
@@ -234,4 +238,4 @@ def _effective(link: Connected, settings: dict[str, Any]) -> str:
     values = link.model.generation_config.to_diff_dict() | settings
     hidden = _SILENT if settings["do_sample"] else _SILENT | _ONLY_SAMPLING
     shown = ", ".join(f"{name}={value}" for name, value in values.items() if name not in hidden)
-    return f"{'sampled' if settings['do_sample'] else 'greedy'}: {shown}"
+    return printable(f"{'sampled' if settings['do_sample'] else 'greedy'}: {shown}")

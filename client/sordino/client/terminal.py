@@ -25,7 +25,7 @@ from rich.progress import (
 )
 
 from sordino.client.chat import render
-from sordino.shared.errors import AuthError, PoolSealedError, RangeError
+from sordino.shared.errors import AuthError, BundleError, PoolSealedError, RangeError, printable
 
 if TYPE_CHECKING:
     from sordino.client.session import Connected, ProtocolName
@@ -143,7 +143,7 @@ def encode_prompt(link: Connected, text: str, *, raw: bool = False, system: str 
     Raises:
         RangeError: nothing to ask, messages that the template does not take, or a prompt longer than the model's
             positions.
-        BundleError: the template fails, or takes far too long.
+        BundleError: the template fails, takes far too long, or leaves nothing to send.
     """
     tokenizer = link.tokenizer
     check_text("the prompt", text)
@@ -158,6 +158,11 @@ def encode_prompt(link: Connected, text: str, *, raw: bool = False, system: str 
         messages = [{"role": "system", "content": system}] if system else []
         rendered = render(tokenizer, [*messages, {"role": "user", "content": text}])
         encoded = tokenizer(rendered, return_tensors="pt", add_special_tokens=False)
+        if not encoded["input_ids"].numel():
+            raise BundleError(
+                "the model's chat template makes nothing of the prompt: use --raw, or ask the provider for a sound "
+                "bundle"
+            )
     limit = getattr(link.model.config, "max_position_embeddings", None)
     length = encoded["input_ids"].shape[1]
     if limit and length >= limit:
@@ -185,6 +190,10 @@ def timed_streamer(tokenizer: Any, *, silent: bool = False, on_first: Callable[[
             self._prompt_seen = True
             if not silent:
                 super().put(value)
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            # The weights are a stranger's, and a terminal obeys control sequences.
+            super().on_finalized_text(printable(text, keep="\n\t"), stream_end)
 
         def end(self) -> None:
             if not silent:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 ANONYMOUS: Final = "anonymous"
 _OPEN_SERVICES: Final = ("/grpc.health.v1.Health/",)
 _MAX_DAYS: Final = 36_500
+_LONGEST_NAME: Final = 200
 _LAST_S: Final = 253_402_300_799  # of the year 9999
 
 
@@ -62,11 +63,13 @@ class TokenFile:
         """Adds a token and returns it; it cannot be shown again. Several processes may issue at once.
 
         Raises:
-            SordinoError: no name, or no number of days.
+            SordinoError: no name, one that would upset a terminal, or no number of days.
             AuthError: the file is malformed; it stays as it is.
         """
         if not name.strip():
             raise SordinoError("a token needs a name: say whose it is")
+        if not name.isprintable() or len(name) > _LONGEST_NAME:
+            raise SordinoError(f"the name of a token is one line of up to {_LONGEST_NAME} printable characters")
         if days is not None and not 0 < days <= _MAX_DAYS:
             raise SordinoError(f"a token is valid for more than 0 and at most {_MAX_DAYS} days, not {days}")
         token, record = _fresh(name, days)

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from sordino.shared.errors import SordinoError
+from sordino.shared.errors import SordinoError, printable
 
 COMMANDS = "sordino.commands"
 
@@ -82,9 +82,8 @@ def main() -> None:
 
 
 def _fail(text: str) -> NoReturn:
-    # It can be a server's text, or a name from anywhere: no control sequences for the terminal.
-    text = "".join(c if c.isprintable() else " " for c in text)
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
+    # It can be a bundle's text, or a name from anywhere.
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(printable(text))}", highlight=False, soft_wrap=True)
     sys.exit(1)
 
 

@@ -26,6 +26,20 @@ Texts carry names, shapes and counts, never values: an error may be logged.
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
+# Controls (C0, DEL, C1), separators of lines and paragraphs, what reverses a line, and halves of characters.
+_NOT_PRINTABLE: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """A stranger's text for a terminal or a log: one line, unless a line break is among ``keep``, of plain text.
+
+    What is left alone joins letters and emoji in many scripts, or is too new for Python's tables.
+    """
+    return _NOT_PRINTABLE.sub(lambda found: found[0] if found[0] in keep else " ", text)
+
 
 class SordinoError(Exception):
     """Base of every error that Sordino raises on purpose."""

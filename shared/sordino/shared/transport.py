@@ -38,9 +38,13 @@ def status_of(error: SordinoError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
+_MOST_CHARACTERS: Final = 500  # of a peer's text
+
+
 def error_of(call: grpc.RpcError) -> SordinoError:
     """The Sordino error that a failed call stands for (the reverse of :func:`status_of`)."""
-    code, details = call.code(), call.details() or ""
+    # The peer chooses the text, and it goes into logs.
+    code, details = call.code(), errors.printable((call.details() or "")[:_MOST_CHARACTERS])
     metadata: Any = call.trailing_metadata() or ()
     named = _BY_NAME.get(str(dict(metadata).get(ERROR_KEY, "")))
     if named is not None:

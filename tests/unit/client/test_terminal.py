@@ -6,14 +6,19 @@ import io
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import grpc
+import models
 import pytest
+import torch
 from rich.console import Console
 from rich.live import Live
 
 from sordino.client import terminal
-from sordino.client.terminal import connected, progress_bar
-from sordino.shared.errors import AuthError
+from sordino.client.terminal import connected, encode_prompt, progress_bar, timed_streamer
+from sordino.shared.errors import AuthError, BundleError
+from sordino.shared.transport import error_of
 
 
 class Screen:
@@ -115,3 +120,43 @@ def test_a_token_file_without_a_token(tmp_path: Path, content: bytes, text: str)
     (tmp_path / "token").write_bytes(content)
     with pytest.raises(AuthError, match=text), connected("grpc://127.0.0.1:9", ca=None, token_file=tmp_path / "token"):
         pass
+
+
+# -- text of strangers -------------------------------------------------------------------------------------------------
+
+EVIL = "\x1b]0;pwned\x07\x1b[31mEVIL\n2026-01-01 INFO all is well\r\x9b2J\x7f\u2028\u2029\u202e\u2066"
+
+
+def test_an_answer_sends_no_control_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    """Line breaks and tabs are of the text, and so are what joins emoji and letters; the tokens stay as they are."""
+    tokenizer = models.make_tokenizer()
+    text = f"one\ttwo\n{EVIL} \U0001f469\u200d\U0001f4bb \u06cc\u200c\xa0\u3000 \u05d0\u200f end"
+    ids = tokenizer(text)["input_ids"]
+    streamer = timed_streamer(tokenizer)
+    streamer.put(torch.tensor([[1, 2]]))
+    for token in ids:
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert streamer.ids == ids
+    assert capsys.readouterr().out == (
+        "one\ttwo\n ]0;pwned  [31mEVIL\n2026-01-01 INFO all is well  2J      "
+        "\U0001f469\u200d\U0001f4bb \u06cc\u200c\xa0\u3000 \u05d0\u200f end\n"
+    )
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL])
+def test_a_servers_text_is_one_line_without_control_sequences(code: grpc.StatusCode) -> None:
+    call = SimpleNamespace(code=lambda: code, details=lambda: EVIL + "x" * 10_000, trailing_metadata=lambda: ())
+    text = str(error_of(call))  # type: ignore[arg-type]
+    assert "pwned" in text
+    assert text.isprintable()
+    assert len(text) < 600
+
+
+def test_a_template_that_leaves_nothing_is_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = models.make_tokenizer()
+    tokenizer.chat_template = "{# nothing #}"
+    monkeypatch.setattr(terminal, "render", lambda *_: "")
+    link = SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(config=None))
+    with pytest.raises(BundleError, match="template makes nothing of the prompt"):
+        encode_prompt(link, "hello")  # type: ignore[arg-type]
