@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import models
 import pytest
@@ -47,6 +50,7 @@ def test_the_text_is_that_of_transformers(tokenizer: PreTrainedTokenizerFast, te
         ("{{ 'a' * 10 ** 10 }}", BundleError, "takes more than"),
         ("{{ 'a' * 10 ** 7 }}", BundleError, "takes more than"),
         ("{{ 1 / 0 }}", BundleError, "fails"),
+        (r"{{ '\ud800' }}", BundleError, "fails"),  # half of a character, which no tokenizer takes
         ("{{ ''.__class__.__mro__ }}", RangeError, "refuses"),
         ("{% if %}", RangeError, "refuses"),
         ("{{ raise_exception(messages[1].content) }}", RangeError, "refuses"),
@@ -70,6 +74,50 @@ def test_several_templates_without_a_default(tokenizer: PreTrainedTokenizerFast)
     tokenizer.chat_template = {"one": "1", "two": "2"}
     with pytest.raises(BundleError, match="several chat templates"):
         render(tokenizer, MESSAGES)
+
+
+def test_the_surroundings_do_not_matter(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('hello from the site')")
+    for name, value in {"PATH": str(tmp_path), "INSPECT": "1", "IOENCODING": "utf-16", "OPTIMIZE": "x"}.items():
+        monkeypatch.setenv(f"PYTHON{name}", value)
+    # What starts with every Python, of a kind that no option keeps out.
+    monkeypatch.setattr(chat, "_START", f"print('hello'); {chat._START}")
+    tokenizer.chat_template = "{{ messages[1].content }}\0"
+    assert render(tokenizer, MESSAGES) == MESSAGES[1]["content"] + "\0"
+
+
+@pytest.mark.parametrize("executable", [None, "", "/nosuch/python", "/", "/bin/false", "an application"])
+def test_without_a_python_to_start(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, executable: str | None
+) -> None:
+    started = tmp_path / "started"
+    if executable == "an application":  # it is not started again
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+        application = tmp_path / "application"
+        application.write_text(f"#!/bin/sh\ntouch {started}\n")
+        application.chmod(0o700)
+        executable = str(application)
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(SordinoError, match=r"cannot be started here .*--raw") as caught:
+        render(tokenizer, MESSAGES)
+    assert type(caught.value) is SordinoError
+    assert not started.exists()
+
+
+def test_where_memory_cannot_be_limited_the_other_limits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS."""
+    limited = []
+
+    def setrlimit(kind: int, _: tuple[int, int]) -> None:
+        if kind == resource.RLIMIT_AS:
+            raise ValueError("current limit exceeds maximum limit")
+        limited.append(kind)
+
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    chat._limit_to(1)
+    assert limited == [resource.RLIMIT_CPU, resource.RLIMIT_CORE]
 
 
 def test_an_interrupt_ends_it_at_once(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
