@@ -20,6 +20,7 @@ from sordino.client.blocks import prices
 from sordino.client.justintime import JustInTime
 from sordino.client.pool import CheckVector, MaskPool
 from sordino.client.protocols import MaskedProtocol
+from sordino.client.provision import fetch_check_vectors
 from sordino.client.refill import AutoKeeper, PoolKeeper
 from sordino.client.transport import Connection
 from sordino.shared.errors import IntegrityError, SessionLostError, SordinoError, TransportError
@@ -110,6 +111,7 @@ def test_a_maker_that_fails_tells_all_who_wait(source: JustInTime) -> None:
     gate.open.set()
     over(*takers)
     assert [taker.error for taker in takers] == [gate.fail] * 3
+    assert gate.groups == [0], "once, not once for each"
     gate.fail = None
     assert source.take(source._groups[1].name, 200)[0].shape[0] == 200
 
@@ -121,21 +123,26 @@ def test_a_maker_that_failed_and_is_not_gone_yet_is_replaced(
 
     def lingering() -> None:
         run()
-        leave.wait(LONG_S)
+        leave.wait()
 
     monkeypatch.setattr(source, "_run", lingering)
     gate = Gate(source, TransportError("away"))
-    over_at_once = Taker(source, 0, 1)
+    first = Taker(source, 0, 1)
     gate.open.set()
-    over(over_at_once)
-    assert over_at_once.error is gate.fail
-    gate.fail = None
+    over(first)
+    assert first.error is gate.fail
     dying = source._thread
     assert dying is not None
-    assert dying.is_alive()
-    source.take(source._groups[0].name, 1)
-    leave.set()
-    over(dying)
+    gate.fail = None
+    gate.open.clear()  # only so that the next one is seen waiting
+    second = Taker(source, 0, 1)
+    gate.open.set()
+    try:
+        over(second)
+        assert dying.is_alive()
+    finally:
+        leave.set()
+    assert second.got is not None
 
 
 def test_an_error_of_earlier_is_not_told_to_who_comes_later(source: JustInTime) -> None:
@@ -164,6 +171,7 @@ def test_an_interrupt_ends_the_wait_and_nothing_else(source: JustInTime) -> None
         source.take(source._groups[0].name, 200)
     over(sender)
     assert not source._wishes
+    assert source._making
     gate.open.set()
     assert source.take(source._groups[0].name, 200)[0].shape[0] == 200
 
@@ -217,6 +225,8 @@ def test_a_wrong_block_ends_everything(served: InProcessServer, tmp_path: Path, 
             keeper.fill_now()
         assert {id(error) for error in errors} == {id(caught.value)}
         assert not any(stock.rows for stock in source._stocks)
+        with pytest.raises(SessionLostError):  # nothing more is asked of this server
+            link.retrying(lambda: fetch_check_vectors(link, 1))
 
 
 def test_closing_waits_for_nobody_who_waits_for_the_server(served: InProcessServer, tmp_path: Path) -> None:

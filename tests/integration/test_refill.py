@@ -160,14 +160,44 @@ def test_whoever_meets_what_a_failed_check_left_hears_of_the_check(
             keeper.start_background()
             assert keeper._background is not None
             keeper._background.join()
+            assert not keeper.pool.path.exists()  # before anybody asks
             return take(group, rows)
 
         monkeypatch.setattr(keeper, "take", meanwhile)
         with pytest.raises(IntegrityError) as first:
             rows_of(keeper, link)
-        assert not keeper.pool.path.exists()
         monkeypatch.undo()
         for again in (lambda: rows_of(keeper, link), keeper.fill_now):
             with pytest.raises(IntegrityError) as later:
                 again()
             assert later.value is first.value
+
+
+def test_a_failed_check_is_told_once_the_pool_is_gone(
+    bundles: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also to another thread than found it: who ends the process then leaves no pool behind."""
+    steps: list[str] = []
+    begun, go_on = threading.Event(), threading.Event()
+    with closing(InProcessServer(bundles("llama"))) as server, keeping(server, tmp_path) as (keeper, _):
+
+        def destroy() -> None:
+            begun.set()
+            go_on.wait(60)
+            steps.append("gone")
+
+        def ask() -> None:
+            with pytest.raises(IntegrityError):
+                keeper.raise_failure()
+            steps.append("told")
+
+        monkeypatch.setattr(keeper.pool, "destroy", destroy)
+        threads = [threading.Thread(target=keeper.fail, args=(IntegrityError("found"),)), threading.Thread(target=ask)]
+        threads[0].start()
+        assert begun.wait(60)
+        threads[1].start()
+        threads[1].join(0.2)  # time for what must not be
+        go_on.set()
+        for thread in threads:
+            thread.join(60)
+    assert steps == ["gone", "told"]
