@@ -71,6 +71,7 @@ def test_what_can_run_is_run(bundles: Callable[..., Path], run: Run, tmp_path: P
         "ca.key",
         "tokens.json",
         "token",
+        ".lock",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import pwd
@@ -22,14 +23,19 @@ _NEW: Final = ".new-"  # in the names of files that are being written
 def locked(folder: Path) -> Iterator[None]:
     """One process at a time, and in it one thread; not to be nested. Removes what a process that died was writing.
 
+    Who may not write in the folder locks nothing: it changes nothing either, and each file there is whole.
+
     Raises:
-        SordinoError: another process holds the folder and does not let go of it, or it cannot be written.
+        SordinoError: another process holds the folder and does not let go of it, or it is none.
     """
     path = folder / ".lock"
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise SordinoError(unreadable(path, error)) from error
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise SordinoError(unreadable(path, error)) from error
+        yield
+        return
     try:
         if os.geteuid() == 0:
             owner = folder.stat()
