@@ -454,3 +454,16 @@ def test_the_smallest_benchmark(
     assert masked["tokens_equal_clear"]
     assert masked["tpot_ms_p95"] == masked["tpot_ms_p50"] > 0
     assert clear["rounds_per_token"] == masked["rounds_per_token"]
+
+
+def test_a_benchmark_of_encrypted_attention(bundles: Callable[..., Path], sordino: Run, tmp_path: Path) -> None:
+    """At the longest contexts that the model has positions for."""
+    figures, bundle = tmp_path / "figures.json", str(bundles("llama", remote_head=False))
+    small = ("--tokens", "2", "--repeats", "1", "--reference", "none", "--protocols", "clear", "--json", str(figures))
+    outcome = sordino("bench", "decode", "--bundle", bundle, *small, "--contexts", "250,254")
+    assert outcome.code == 0, outcome.err
+    for measured in json.loads(figures.read_text())["attention"]:
+        assert measured["tokens_equal_local_attention"]
+    for text, why in (("64,many", "numbers with commas"), ("300", "over the model's 256 positions"), ("0", "contexts")):
+        outcome = sordino("bench", "decode", "--bundle", bundle, *small, "--contexts", text)
+        assert why in outcome.err

@@ -277,7 +277,7 @@ def test_tokens_are_listed_and_revoked(run: Run, tmp_path: Path) -> None:
     assert [line.split()[0] for line in listed.splitlines()] == ["one", "two", "two"]
     assert listed.count("for ever") == 2
     assert kept not in listed
-    assert run("token", "two", "--revoke").err == "2 taken away\n"
+    assert run("token", "two", "--revoke").err == "2 of two taken away\n"
     assert [record.name for record in TokenFile(file).records()] == ["one"]
     assert TokenFile(file).verify(kept) == "one"
     before = file.read_bytes()

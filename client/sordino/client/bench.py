@@ -351,17 +351,21 @@ def _provisioning(link: Connected, slots: int, before: tuple[float, ...], after:
 
 
 _BARE_SERVER: Final = """
-import psutil, torch, sordino.server.cli
+import grpc, psutil, torch, sordino.server.cli
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from sordino.server.app import ServerConfig, build_server
 from sordino.server.kernel import choose_kernel
 from sordino.server.service import Limits, SordinoService
+from sordino.server.tls import make_certificates
 device = torch.device("cpu")
 choose_kernel(device)
 config = ServerConfig(bundle=Path(), tls=None, tokens=None)
 server, _ = build_server(SordinoService(SimpleNamespace(device=device), Limits()), config)
-server.add_insecure_port("127.0.0.1:0")
+with TemporaryDirectory() as state:
+    credentials = grpc.ssl_server_credentials([make_certificates(Path(state)).read()])
+server.add_secure_port("127.0.0.1:0", credentials)
 server.start()
 print(psutil.Process().memory_info().rss)
 server.stop(0)

@@ -25,12 +25,12 @@ from sordino.shared.rlwe import (
     unpack_switched,
 )
 
-# Seconds of both sides for a block that is encrypted, a block that is answered, and a message; measured on two cores
-# (docs/protocol.md). Switching an answer to fewer bits costs transforms on both sides.
-_ENCRYPT_S: Final = 36e-6
-_ANSWER_S: Final = 31e-6
-_SWITCH_S: Final = 48e-6
-_MESSAGE_S: Final = 200e-6
+# Seconds of both sides for a block that is encrypted, a block that is answered, and a message: fitted to products of
+# 325 shapes of block on two cores (bench/planner.py).
+_ENCRYPT_S: Final = 49e-6
+_ANSWER_S: Final = 42e-6
+_SWITCH_S: Final = 47e-6
+_MESSAGE_S: Final = 400e-6
 # Rows to a block. More rows share more, but each of these shapes has encoded weights of its own on the server: a row of
 # decoding, a few of speculation, masks ahead of need, a long prompt.
 _STEPS: Final = (256, 32, 8, 1)

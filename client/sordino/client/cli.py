@@ -93,7 +93,7 @@ def generate(
         console.print(
             f"[dim]{count} tokens · first after {times[0] - start:.2f} s · {rate:.1f} tokens/s · "
             f"{(after[0] - before[0]) / 1e6:.1f} MB up · {(after[1] - before[1]) / 1e6:.1f} MB down"
-            + (f" · {masks} masks left" if masks is not None else "")
+            + (f" · {masks} masks left" if masks is not None and protocol == "masked" else "")
             + (" · [red]nothing was hidden[/]" if protocol == "clear" else "")
             + "[/]",
             highlight=False,

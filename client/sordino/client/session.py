@@ -173,7 +173,8 @@ def connect(
         cache: where client bundles are kept. state_dir: where the ledger of used masks lives on this host.
         device: for the local part of the model. timeout_s: longest wait for one answer. retry_s: how long a server
             may be away, without any progress, before the answer is given up.
-        on_bundle, on_plan, on_provision, on_notice: progress callbacks.
+        on_bundle, on_plan, on_provision, on_notice: progress callbacks. Without on_plan and on_notice what they would
+            be told is logged, since it costs minutes and gigabytes.
 
     Returns:
         A ``transformers`` model in eval mode, its tokenizer, and the session to close when done.
@@ -293,10 +294,10 @@ def _keeper(
     )
     try:
         fill = provision and refill and not opened.slots_left
-        if fill and on_plan:
+        if fill:
             limit = connection.max_message_bytes
             count = 1 if check_vectors is None else check_vectors
-            on_plan(describe_plan(plan_batch(manifest, batch, checks=count, max_message_bytes=limit)))
+            (on_plan or log.warning)(describe_plan(plan_batch(manifest, batch, checks=count, max_message_bytes=limit)))
         keeper.prepare(check_vectors)
         if fill:
             keeper.fill_now()

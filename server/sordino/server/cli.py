@@ -203,11 +203,11 @@ def token(
         if show and not revoke and name is None:
             for record in file.records():
                 until = "for ever" if record.expires is None else f"until {day(record.expires)}"
-                typer.echo(f"{record.name}  {until}  sha256 {record.sha256[:12]}")
+                typer.echo(f"{record.name}\t{until}\tsha256 {record.sha256[:12]}")
             return
         if show or name is None:
-            raise SordinoError("--list takes no name, and --revoke one")
-        console.print(f"{file.revoke(name)} taken away", highlight=False)
+            raise SordinoError("sordino token --list takes no name, sordino token NAME --revoke takes one")
+        console.print(f"{file.revoke(name)} of {escape(name)} taken away", highlight=False)
         return
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     known = (state / "tokens.json").exists()

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points, version
-from typing import Annotated, NoReturn
+from typing import Annotated, Final, NoReturn
 
 import typer
 from rich.console import Console
@@ -54,6 +54,10 @@ def build() -> typer.Typer:
     return app
 
 
+# Which extra brings what, where it is one alone.
+_EXTRAS: Final = {"gguf": "split", "grpc_health": "server", "grpc_reflection": "server", "platformdirs": "client"}
+
+
 def main() -> None:
     """Entry point of the ``sordino`` command; a Sordino error ends it with one line and exit code 1."""
     # An idle OpenMP team that spins takes the core that the other side needs; read once, when torch is loaded.
@@ -72,10 +76,8 @@ def main() -> None:
         # Commands load their libraries when they run: the wheel holds both sides, an extra the libraries of one.
         if error.name is None or error.name.startswith("sordino."):
             raise
-        _fail(
-            f"no module {error.name}: this command needs an extra (client, server or split), as in pip install "
-            "'sordino[client]'"
-        )
+        extra = _EXTRAS.get(error.name.partition(".")[0], "client, server or split")
+        _fail(f"no module {error.name}: this command needs an extra that is not installed, {extra} (see the README)")
     except OSError as error:
         named = f": {error.filename}" if error.filename else ""
         _fail(f"{error.strerror or type(error).__name__}{named}")

@@ -158,7 +158,7 @@ class ModelManifest:
     def load(cls, bundle: Path) -> ModelManifest:
         path = bundle / MANIFEST_NAME
         if not path.is_file():
-            raise BundleError(f"no {MANIFEST_NAME} in {bundle.name!r}: is it a folder made by `sordino split`?")
+            raise BundleError(f"no {MANIFEST_NAME} in {str(bundle)!r}: is it a folder made by `sordino split`?")
         with path.open("rb") as file:
             return cls.from_json(file.read(MAX_MANIFEST_BYTES + 1))
 

@@ -60,7 +60,10 @@ def error_of(call: grpc.RpcError) -> SordinoError:
     return errors.ProtocolError(f"{code.name}: {details}")
 
 
-_BAD_CERTIFICATE: Final = "the server's certificate is not signed by the CA given: pass the right --ca"
+_BAD_CERTIFICATE: Final = (
+    "the server's certificate is not signed by the CA given, or by one that everybody knows: pass the provider's "
+    "ca.pem as --ca"
+)
 _NO_TLS: Final = "TLS was spoken to a port without TLS: use grpc:// for a server started --insecure"
 # What gRPC's text contains, what to do about it, and whether the same attempt could succeed later.
 _HINTS: Final = (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import transformers
@@ -15,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from sordino.shared.errors import BundleError, UnsupportedModelError
+
+_HUB_ID: Final = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ def locate(model: str | Path, gguf_file: str | None = None) -> Source:
     path = Path(model)
     if gguf_file is None and path.suffix == ".gguf":
         path, gguf_file = path.parent, path.name
+    if gguf_file is None and not path.exists() and not _HUB_ID.fullmatch(str(model)):
+        raise BundleError(f"there is no folder or .gguf file {str(model)!r}")
     if gguf_file is None:
         return Source(str(model), None, path.resolve().name if path.is_dir() else str(model))
     if path.is_dir() and not (path / gguf_file).is_file():

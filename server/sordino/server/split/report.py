@@ -40,7 +40,7 @@ class SplitReport:
             title=f"{self.model_name}: {self.weight_bits}-bit weights, rounding {self.rounding}", show_header=False
         )
         table.add_column(style="bold")
-        table.add_column(justify="right")
+        table.add_column(justify="right", overflow="fold")  # a fingerprint is copied from here: whole
         for label, value in (
             ("reference", self.reference),
             ("perplexity, reference", f"{self.perplexity_reference:.3f}"),
