@@ -92,7 +92,9 @@ def test_closing_does_not_wait_for_a_refill(
     connected.session.close()
     assert time.monotonic() - start < 3
     assert not [thread for thread in threading.enumerate() if thread.name == "sordino-refill"]
-    assert not caplog.records, "a refill that was cut short on purpose is nothing to warn of"
+    said = [record.getMessage() for record in caplog.records]
+    told = [text for text in said if not text.startswith("provisioning 128 tokens: ")]  # the plan, before it began
+    assert not told, "a refill that was cut short on purpose is nothing to warn of"
     mute.method = None
     with connect_to(server, tmp_path).session as session:
         assert session.masks_left, "the pool is whole"
