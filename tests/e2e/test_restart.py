@@ -190,7 +190,8 @@ def test_drain_in_the_middle_of_a_stream(mortal: ServerProcess) -> None:
     # What was asked before is answered, in order and whole.
     parsed = [pb.EvaluateResponse.FromString(raw) for raw in answers]
     assert [response.id for response in parsed] == list(range(1, len(parsed) + 1))
-    assert len({response.data for response in parsed[1:]}) == 1
+    # All alike; on a busy machine it may be that none was read before the signal.
+    assert len({response.data for response in parsed[1:]}) <= 1
     _, status, _ = send_raw(mortal, "GetManifest", [b""])
     assert status is grpc.StatusCode.UNAVAILABLE
     assert mortal.wait() == 0
