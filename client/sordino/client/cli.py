@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
-from sordino.client.terminal import check_text, connected, console, encode_prompt, timed_streamer
+from sordino.client.options import Options
+from sordino.client.terminal import Screen, check_text, connected, console, encode_prompt
 from sordino.shared.errors import RangeError, printable
 
 if TYPE_CHECKING:
+    from sordino.client.guide import GuideSpec
+    from sordino.client.options import Speculation
     from sordino.client.session import Connected
 
+_CHOICE: Final = "How tokens are chosen"
+_ROWS: Final = "How many rows travel, and what that shows"
 Fingerprint = Annotated[
     str | None, typer.Option(help="Refuse a server with any other split; `sordino serve` and `split` print it.")
 ]
@@ -64,40 +67,115 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: the prompt as it is.")] = False,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     show_ids: Annotated[bool, typer.Option("--show-ids", help="Print the prompt's token ids, here alone.")] = False,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the likeliest k.", rich_help_panel=_CHOICE)] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the top p.", rich_help_panel=_CHOICE)] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Of the likeliest's probability, at least.", rich_help_panel=_CHOICE)
+    ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1.", rich_help_panel=_CHOICE)] = None,
+    seed: Annotated[int | None, typer.Option(help="The same tokens each time.", rich_help_panel=_CHOICE)] = None,
+    beams: Annotated[int, typer.Option(help="Width of a beam search.", rich_help_panel=_CHOICE)] = 1,
+    n: Annotated[int, typer.Option("--answers", help="Answers to the prompt.", rich_help_panel=_CHOICE)] = 1,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.", rich_help_panel=_CHOICE)
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that the answer matches.", rich_help_panel=_CHOICE)
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Expression that the answer matches.", rich_help_panel=_CHOICE)
+    ] = None,
+    speculate: Annotated[
+        str, typer.Option(help="off, ngram, draft, mixed: several tokens in a round.", rich_help_panel=_ROWS)
+    ] = "off",
+    draft_model: Annotated[
+        Path | None, typer.Option(help="Folder of a small model with the same tokens.", rich_help_panel=_ROWS)
+    ] = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option(help="Most drafts in a round; default: by measurement.", rich_help_panel=_ROWS)
+    ] = None,
+    fixed_drafts: Annotated[
+        bool, typer.Option("--fixed-drafts", help="As many rows in every round.", rich_help_panel=_ROWS)
+    ] = False,
+    pad_prompt: Annotated[
+        int, typer.Option(help="Make the prompt's rows a multiple of this.", rich_help_panel=_ROWS)
+    ] = 1,
+    fixed_length: Annotated[
+        bool, typer.Option("--fixed-length", help="Go on to --max-new-tokens, unseen.", rich_help_panel=_ROWS)
+    ] = False,
 ) -> None:
     """Stream a private answer to the terminal."""
     text = _standard_input() if prompt == "-" else prompt
     check_text("the prompt", text)
     check_text("--system", system or "")
-    if temperature is not None and not (temperature == 0 or _LOWEST_TEMPERATURE <= temperature < math.inf):
-        raise RangeError(f"temperature must be 0, for greedy, or from {_LOWEST_TEMPERATURE} on, not {temperature}")
-    options: dict[str, Any] = {"ca": ca, "token_file": token_file, "pool": pool, "seal": seal, "batch": batch}
-    options |= {"fingerprint": fingerprint, "protocol": protocol, "attention": attention}
+    options = Options(
+        max_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        beams=beams,
+        n=n,
+        stop=tuple(stop or ()),
+        guide=_guide(json_schema, regex),
+        speculate=cast("Speculation", speculate),
+        draft_tokens=draft_tokens,
+        fixed_drafts=fixed_drafts,
+        pad_prompt=pad_prompt,
+        fixed_length=fixed_length,
+    )
+    how: dict[str, Any] = {"ca": ca, "token_file": token_file, "pool": pool, "seal": seal, "batch": batch}
+    how |= {"fingerprint": fingerprint, "protocol": protocol, "attention": attention}
     # No batch in the background: it would be cut short, and its traffic lost, at the end of the answer.
-    with connected(server, **options, low_water=0, refill=protocol != "auto") as link:
+    with connected(server, **how, low_water=0, refill=protocol != "auto") as link:
+        from sordino.client.answers import Generation
+        from sordino.client.speculate import load_draft_model
+
         inputs = encode_prompt(link, text, raw=raw, system=system)
-        ids = inputs["input_ids"][0].tolist()
-        settings = _settings(link, temperature, max_new_tokens, len(ids))
-        console.print(_effective(link, settings), style="dim", highlight=False, markup=False)
+        screen = Screen(stream=n == 1 and beams == 1)
+        draft = load_draft_model(draft_model) if draft_model else None
+        generation = Generation(link, inputs, options, draft_model=draft, on_piece=screen.show)
+        console.print(_effective(link, generation.settings), style="dim", highlight=False, markup=False)
         if show_ids:
+            ids = inputs["input_ids"][0].tolist()
             console.print(f"prompt ids: {ids}", style="dim", highlight=False, markup=False)
         before = _carried(link)
-        streamer = timed_streamer(link.tokenizer)
-        start = time.perf_counter()
-        link.model.generate(**inputs, **settings, streamer=streamer)
-        times = streamer.times
+        answers = generation.run()
+        screen.end(answers)
         after = _carried(link)
-        count = len(times)
-        rate = (count - 1) / (times[-1] - times[0]) if count > 1 else float("nan")
         masks = link.session.masks_left
         console.print(
-            f"[dim]{count} tokens · first after {times[0] - start:.2f} s · {rate:.1f} tokens/s · "
-            f"{(after[0] - before[0]) / 1e6:.1f} MB up · {(after[1] - before[1]) / 1e6:.1f} MB down"
+            f"[dim]{screen.summary()} · {(after[0] - before[0]) / 1e6:.1f} MB up · "
+            f"{(after[1] - before[1]) / 1e6:.1f} MB down"
             + (f" · {masks} masks left" if masks is not None and protocol == "masked" else "")
             + (" · [red]nothing was hidden[/]" if protocol == "clear" else "")
             + "[/]",
             highlight=False,
         )
+        if (counts := answers.speculation) and counts.drafted:
+            console.print(
+                f"[dim]{counts.passes} rounds · {counts.drafted} drafts, {counts.accepted} right · {counts.rows} rows "
+                f"of masks[/]",
+                highlight=False,
+            )
+
+
+def _guide(json_schema: Path | None, regex: str | None) -> GuideSpec | None:
+    from sordino.client.guide import GuideSpec
+
+    if json_schema is not None and regex is not None:
+        raise RangeError("an answer matches --json-schema or --regex, not both")
+    if regex is not None:
+        return GuideSpec(kind="regex", value=regex)
+    if json_schema is None:
+        return None
+    try:
+        return GuideSpec(kind="json_schema", value=json_schema.read_text("utf-8"))
+    except (OSError, ValueError) as error:  # the latter of bytes that are not UTF-8, or a name with a NUL
+        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise RangeError(f"--json-schema {json_schema} cannot be read: {why}") from None
 
 
 def _standard_input() -> str:
@@ -208,34 +286,17 @@ def audit_wire(
         raise typer.Exit(1)
 
 
-_LOWEST_TEMPERATURE: Final = 1e-4  # far below, a logit divided by it is infinite
-# What a sampled answer depends on, with the values that transformers takes where nobody says otherwise.
-_SAMPLING: Final = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-_ONLY_SAMPLING: Final = {*_SAMPLING, "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+# What changes nothing where nothing is drawn.
+_ONLY_SAMPLING: Final = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 # What a generation_config.json may say without changing which tokens are chosen.
 _SILENT: Final = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "max_length", "transformers_version",
                   "use_cache", "output_attentions", "output_hidden_states", "_from_model_config"}  # fmt: skip
-
-
-def _settings(link: Connected, temperature: float | None, max_new_tokens: int, prompt_tokens: int) -> dict[str, Any]:
-    """Arguments of ``generate()``: what the user said, then what the model's repository says."""
-    config = link.model.generation_config
-    limit = getattr(link.model.config, "max_position_embeddings", None)
-    room = min(max_new_tokens, limit - prompt_tokens) if limit else max_new_tokens
-    settings: dict[str, Any] = {"max_new_tokens": room}
-    settings["do_sample"] = bool(config.do_sample) if temperature is None else temperature > 0
-    for name, default in _SAMPLING.items():
-        own = getattr(config, name, None)
-        # Where nothing is drawn, the repository's values are put out of action, or transformers warns about them.
-        settings[name] = own if settings["do_sample"] and own is not None else default
-    if temperature:
-        settings["temperature"] = temperature
-    return settings
 
 
 def _effective(link: Connected, settings: dict[str, Any]) -> str:
     """One line on how tokens are chosen, whoever asked for it."""
     values = link.model.generation_config.to_diff_dict() | settings
     hidden = _SILENT if settings["do_sample"] else _SILENT | _ONLY_SAMPLING
-    shown = ", ".join(f"{name}={value}" for name, value in values.items() if name not in hidden)
+    hidden |= {name for name in ("num_beams", "num_return_sequences") if values[name] == 1}
+    shown = ", ".join(f"{name}={value}" for name, value in values.items() if name not in hidden and value is not None)
     return printable(f"{'sampled' if settings['do_sample'] else 'greedy'}: {shown}")

@@ -20,22 +20,22 @@ MAX_LOGPROBS: Final = 20
 MAX_ANSWERS: Final = 64
 MAX_DRAFT: Final = 32
 _COLDEST: Final = 1e-6  # colder, a logit divided by it leaves float32; the choice is greedy's long before
-# What sampling depends on, with the values that change nothing, where neither the user nor the model's repository
-# speaks, and those that transformers passes over in silence where nothing is drawn.
-_NEUTRAL: Final[Mapping[str, Any]] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
-_UNUSED: Final[Mapping[str, Any]] = {**_NEUTRAL, "top_k": 50}
+_HOTTEST: Final = 1e6
+# What sampling depends on, with the values that transformers takes where neither the user nor the model's repository
+# says otherwise; it passes over them in silence, too, where nothing is drawn.
+_SAMPLING: Final[Mapping[str, Any]] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How an answer is chosen, what ends it, and what of its making the server may notice.
 
-    None means: as the model's repository says, or else as if the option did not exist.
+    None means: as the model's repository says, or else as ``transformers`` does.
 
     Attributes:
         max_tokens, min_tokens: of an answer; the model's last position ends it, too. Nothing ends it before
             ``min_tokens``.
-        temperature: 0 is greedy. top_k, top_p, min_p: applied after it, in this order, as ``transformers`` does.
+        temperature: 0 is greedy. top_k (0 is none), top_p, min_p: applied after it, in this order.
         repetition_penalty: divides positive and multiplies negative logits of all tokens so far (Keskar et al. 2019).
         frequency_penalty, presence_penalty: subtracted from a logit for each time, and once, that the answer has the
             token (as OpenAI defines them).
@@ -83,7 +83,8 @@ class Options:
     def __post_init__(self) -> None:
         self._whole("max_tokens", 1)
         self._whole("min_tokens", 0, self.max_tokens)
-        self._number("temperature", 0, 1e6)
+        if self.temperature != 0:
+            self._number("temperature", _COLDEST, _HOTTEST, instead="0, for greedy, or ")
         self._whole("top_k", 0)
         self._number("top_p", 0, 1, above=True)
         self._number("min_p", 0, 1)
@@ -157,12 +158,11 @@ class Options:
         drawn = bool(config.do_sample) if self.temperature is None else self.temperature > 0
         drawn = drawn and self.beams == 1
         settings["do_sample"] = drawn
-        settings |= _UNUSED
+        settings |= _SAMPLING
         if drawn:
-            for name, neutral in _NEUTRAL.items():
-                values = (getattr(self, name), getattr(config, name, None), neutral)
+            for name, default in _SAMPLING.items():
+                values = (getattr(self, name), getattr(config, name, None), default)
                 settings[name] = next((value for value in values if value is not None), None)
-            settings["temperature"] = max(settings["temperature"], _COLDEST)
         if self.repetition_penalty is not None:
             settings["repetition_penalty"] = self.repetition_penalty
         if self.end_ids is not None:
@@ -184,13 +184,13 @@ class Options:
             upto = f" to {highest}" if highest is not None else " up"
             raise RangeError(f"{name} is a whole number from {lowest}{upto}, not {str(value)[:40]}")
 
-    def _number(self, name: str, lowest: float, highest: float, *, above: bool = False) -> None:
+    def _number(self, name: str, lowest: float, highest: float, *, above: bool = False, instead: str = "") -> None:
         value = getattr(self, name)
         if value is None:
             return
         if not _is_number(value) or not lowest <= value <= highest or (above and value == lowest):
             start = "above" if above else "from"
-            raise RangeError(f"{name} is a number {start} {lowest} to {highest}, not {str(value)[:40]}")
+            raise RangeError(f"{name} is {instead}a number {start} {lowest:g} to {highest:g}, not {str(value)[:40]}")
 
     def _texts(self, name: str, most: int) -> None:
         texts = getattr(self, name)

@@ -21,9 +21,11 @@ import torch
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
 from sordino.client.options import MAX_DRAFT, Options
-from sordino.shared.errors import RangeError
+from sordino.shared.errors import RangeError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedModel
 
     from sordino.client.guide import Guide
@@ -97,6 +99,22 @@ class DraftModel:
         self._generator.num_assistant_tokens = most
         drafted, _ = self._generator.get_candidates(held)
         return [int(token) for token in drafted[0, len(ids) :]]
+
+
+def load_draft_model(folder: Path) -> PreTrainedModel:
+    """A small model of the user's own for :class:`DraftModel`, from a folder that ``transformers`` reads.
+
+    Raises:
+        UnsupportedModelError: it cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the library makes of a folder that holds no model
+        why = str(error).partition("\n")[0][:200]
+        raise UnsupportedModelError(f"the draft model {folder} cannot be loaded: {why}") from None
+    return model.eval()
 
 
 class Chain:

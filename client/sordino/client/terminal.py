@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from sordino.client.chat import render
 from sordino.shared.errors import AuthError, BundleError, PoolSealedError, RangeError, printable
 
 if TYPE_CHECKING:
+    from sordino.client.answers import Answers, Piece
     from sordino.client.session import Connected, ProtocolName
 
 console = Console(stderr=True)
@@ -168,6 +170,50 @@ def encode_prompt(link: Connected, text: str, *, raw: bool = False, system: str 
     if limit and length >= limit:
         raise RangeError(f"the prompt has {length} tokens, the model takes {limit} with the answer: shorten it")
     return {key: encoded[key] for key in ("input_ids", "attention_mask")}
+
+
+class Screen:
+    """Prints an answer as it comes, to standard output, and keeps time.
+
+    Args:
+        stream: False prints at the end: several answers, or one that is not known before.
+    """
+
+    def __init__(self, *, stream: bool) -> None:
+        self._stream = stream
+        self._start = time.perf_counter()
+        self._times: list[float] = []
+        self._tokens = 0
+
+    def show(self, piece: Piece) -> None:
+        """Whatever follows the first token of a pass came with it."""
+        self._times += [time.perf_counter()] * len(piece.tokens)
+        if self._stream:
+            _write(piece.text)
+
+    def end(self, answers: Answers) -> None:
+        """The rest, once all is there."""
+        self._tokens = sum(len(answer.tokens) for answer in answers.answers)
+        if self._stream:
+            _write("\n")
+            return
+        for number, answer in enumerate(answers.answers, 1):
+            console.print(f"answer {number} of {len(answers.answers)}", style="dim", highlight=False)
+            _write(answer.text + "\n")
+
+    def summary(self) -> str:
+        """One line: tokens, time to the first, and speed after it."""
+        times = self._times or [time.perf_counter()]
+        seconds = times[-1] - times[0]
+        rate = (len(times) - 1) / seconds if seconds > 0 else float("nan")
+        shown = f" · {rate:.1f} tokens/s" if len(times) > 1 else ""
+        return f"{self._tokens} tokens · first after {times[0] - self._start:.2f} s{shown}"
+
+
+def _write(text: str) -> None:
+    # The weights are a stranger's, and a terminal obeys control sequences.
+    sys.stdout.write(printable(text, keep="\n\t"))
+    sys.stdout.flush()
 
 
 def timed_streamer(tokenizer: Any, *, silent: bool = False, on_first: Callable[[], None] | None = None) -> Any:
