@@ -16,6 +16,7 @@ from sordino.client.provision import verify, verify_expected
 from sordino.client.refill import MaskSource
 from sordino.client.rlwe import SecretKey
 from sordino.client.transport import Connection, EvaluationStream
+from sordino.client.watch import Watch
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import IntegrityError, SordinoError
 from sordino.shared.manifest import GroupSpec
@@ -58,9 +59,10 @@ class MaskedProtocol:
 
     name = "masked"
 
-    def __init__(self, connection: Connection, keeper: MaskSource) -> None:
+    def __init__(self, connection: Connection, keeper: MaskSource, watch: Watch | None = None) -> None:
         self._stream = EvaluationStream(connection, pb.PROTOCOL_MASKED)
         self._keeper = keeper
+        self._watch = watch or Watch()
         self._timings = connection.timings
         self._index = {group.name: i for i, group in enumerate(connection.manifest.groups)}
 
@@ -96,6 +98,8 @@ class MaskedProtocol:
             verify_expected(group, check, expected, y)
             now = timings.lap("verify", now)
         self._keeper.raise_failure()
+        if self._watch.groups:
+            self._watch.see(group, rows, u)
         out = np.empty(y.shape, np.int32)
         unmask(y, wr, out)
         timings.lap("unmask", now)
@@ -122,8 +126,15 @@ class RlweProtocol:
 
     name = "rlwe"
 
-    def __init__(self, connection: Connection, checks: Mapping[str, CheckVector], choices: Sequence[Prices]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        checks: Mapping[str, CheckVector],
+        choices: Sequence[Prices],
+        watch: Watch | None = None,
+    ) -> None:
         self._stream = EvaluationStream(connection, pb.PROTOCOL_RLWE)
+        self._watch = watch or Watch()
         self._max_message_bytes = connection.max_message_bytes
         self._timings = connection.timings
         self._index = {group.name: i for i, group in enumerate(connection.manifest.groups)}
@@ -156,6 +167,8 @@ class RlweProtocol:
                 self._failure = error
                 self._stream.close()
                 raise
+            if self._watch.groups:
+                self._watch.see(group, rows[:first], messages[0].data)
             parts.append(y)
         y = parts[0] if len(parts) == 1 else np.concatenate(parts)
         out = np.empty(y.shape, np.int32)
@@ -184,8 +197,9 @@ class ClearProtocol:
 
     name = "clear"
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, watch: Watch | None = None) -> None:
         self._stream = EvaluationStream(connection, pb.PROTOCOL_CLEAR)
+        self._watch = watch or Watch()
         self._timings = connection.timings
         self._index = {group.name: i for i, group in enumerate(connection.manifest.groups)}
 
@@ -195,6 +209,8 @@ class ClearProtocol:
         now = time.perf_counter()
         y: U32 = self._stream.product(self._index[group.name], group, u)
         self._timings.lap("wait", now)
+        if self._watch.groups:
+            self._watch.see(group, rows, u)
         out = np.empty(y.shape, np.int32)
         from_ring(y, out)
         return out

@@ -23,6 +23,7 @@ from sordino.client.provision import Progress, ProvisionPlan, fetch_check_vector
 from sordino.client.refill import AutoKeeper, Keeper, Notify, PoolKeeper
 from sordino.client.timings import Timings
 from sordino.client.transport import Connection, Traffic
+from sordino.client.watch import Watch
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import (
     BundleError,
@@ -61,12 +62,14 @@ class Session:
         protocol: LinearProtocol,
         keeper: PoolKeeper | AutoKeeper | None,
         attention: EncryptedAttention | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._connection = connection
         self._keeper = keeper
         self._owner = connection.owner
         self.protocol = protocol
         self.attention = attention
+        self.watch = watch or Watch()
 
     @property
     def manifest(self) -> ModelManifest:
@@ -233,12 +236,13 @@ def connect(
         tokenizer = load_tokenizer(folder, model)
         keeper: Keeper | None = None
         linear: LinearProtocol
+        watch = Watch()
         if protocol == "clear":
-            linear = ClearProtocol(connection)
+            linear = ClearProtocol(connection, watch)
         elif protocol == "rlwe":
             count = 1 if check_vectors is None else check_vectors
             checks = connection.retrying(lambda: fetch_check_vectors(connection, count, on_provision))
-            linear = RlweProtocol(connection, checks, choices)
+            linear = RlweProtocol(connection, checks, choices, watch)
         else:
             pooled = keeper = _keeper(
                 connection,
@@ -256,14 +260,14 @@ def connect(
             )
             if protocol == "auto":
                 keeper = AutoKeeper(pooled, JustInTime(connection, pooled.check, choices), fill=refill)
-            linear = MaskedProtocol(connection, keeper)
+            linear = MaskedProtocol(connection, keeper, watch)
         attach(model, linear)
         # Before torch, too, whose own threads a forked child would wait for.
         model.register_forward_pre_hook(lambda *_: connection.owner.check())
     except BaseException:
         connection.close()
         raise
-    return Connected(model, tokenizer, Session(connection, linear, keeper, encrypted))
+    return Connected(model, tokenizer, Session(connection, linear, keeper, encrypted, watch))
 
 
 def _keeper(
