@@ -249,6 +249,7 @@ class Generation:
     settings: dict[str, Any] = field(init=False)
     _cancelled: threading.Event = field(init=False, default_factory=threading.Event)
     _prompt: int = field(init=False)
+    _most: int = field(init=False)
     _rows: list[Row] = field(init=False)
     _guide: Guide | None = field(init=False, default=None)
     _counts: SpeculationCounts | None = field(init=False, default=None)
@@ -257,9 +258,13 @@ class Generation:
         options, tokenizer = self.options, self.link.tokenizer
         self.inputs = _padded(self.inputs, options.pad_prompt, tokenizer)
         prompts, self._prompt = self.inputs["input_ids"].shape
-        self.settings = options.settings(self.link, self._prompt)
-        if self.settings["max_new_tokens"] < 1:
-            raise RangeError(f"the prompt has {self._prompt} rows, as many as the model has positions: shorten it")
+        # Where every pass has as many rows, those of the last go beyond the answer.
+        beyond = options.draft_tokens or 0 if options.fixed_drafts else 0
+        self.settings = options.settings(self.link, self._prompt + beyond)
+        self._most = self.settings["max_new_tokens"]
+        if self._most < 1:
+            raise RangeError(f"the prompt's {self._prompt} rows leave no position for an answer: shorten it")
+        self.settings["max_new_tokens"] += beyond
         if prompts > 1 and (options.speculate != "off" or options.beams > 1):
             raise RangeError("speculation and beams are for one prompt at a time")
         if options.speculate in ("draft", "mixed") and self.draft_model is None:
@@ -380,7 +385,7 @@ class Generation:
             stop=options.stop,
             end_ids=self._end_ids(),
             least=options.min_tokens,
-            most=self.settings["max_new_tokens"],
+            most=self._most,
             prompt_tokens=prompt_tokens,
         )
 

@@ -196,7 +196,7 @@ class Speculator(CandidateGenerator):  # type: ignore[misc]
     """What ``transformers`` asks for drafts, of one answer.
 
     Args:
-        source: None drafts nothing but what ``guide`` forces. room: columns that the answer may fill, prompt included.
+        source: None drafts nothing but what ``guide`` forces. room: columns that may be filled, prompt included.
         prompt: columns of the prompt. end_ids: after these nothing is drafted.
     """
 
