@@ -42,6 +42,31 @@ def test_the_text_is_that_of_transformers(tokenizer: PreTrainedTokenizerFast, te
     assert render(tokenizer, MESSAGES) == expected
 
 
+def test_tools_and_messages_of_any_role_and_shape(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Köln"}}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Wetter?"}]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "Regen"},
+    ]
+    expected = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    assert "Köln" in expected
+    assert render(tokenizer, messages, tools) == expected
+
+
+def test_a_process_that_was_started_ahead(tokenizer: PreTrainedTokenizerFast) -> None:
+    ready = chat.start()
+    expected = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
+    assert render(tokenizer, MESSAGES, ready=ready) == expected
+    assert ready.returncode == 0
+    gone = chat.start()
+    gone.kill()
+    with pytest.raises(BundleError, match="takes more than"):
+        render(tokenizer, MESSAGES, ready=gone)
+
+
 @pytest.mark.parametrize(
     ("template", "kind", "text"),
     [

@@ -6,10 +6,12 @@ ever or from multiplying a string until memory ends, and a thread cannot be stop
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from sordino.shared.errors import BundleError, RangeError, SordinoError
@@ -23,15 +25,26 @@ _WALL_S: Final = 60  # a machine under load has little processor time to give
 _MORE_CHARACTERS: Final = 1 << 20  # than the messages, and four times these
 _REFUSED, _TOO_MUCH, _FAILED = 3, 4, 5  # exit codes; any other is not the template's
 _START: Final = (
-    "import json, sys; request = json.load(sys.stdin.buffer); sys.path[:] = request['path']; "
-    "from sordino.client.chat import main; main(request)"
+    "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline()); "
+    "from sordino.client.chat import main; main()"
 )
 _MARK: Final = b"\0"  # around the answer, which has none: whatever else starts with Python may print, too
 _INSTEAD: Final = "use --raw, or ask the provider for a sound bundle"
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    ready: subprocess.Popen[bytes] | None = None,
+) -> str:
     """The text of a conversation, up to where the answer begins.
+
+    Args:
+        messages: of any role, as JSON has them; the template decides what it takes.
+        tools: their JSON schemas, for templates that know tools.
+        ready: a process of :func:`start`, which is used up; None starts one.
 
     Raises:
         RangeError: the template refuses the messages.
@@ -44,14 +57,16 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -
         raise BundleError("the bundle has several chat templates and names none as default: use --raw") from error
     asked = {
         "conversations": [messages],
+        "tools": tools,
         "chat_template": template,
         "add_generation_prompt": True,
         **tokenizer.special_tokens_map,
     }
-    limit = _MORE_CHARACTERS + 4 * sum(len(text) for message in messages for text in message.values())
+    said = sum(len(json.dumps(part, ensure_ascii=False, default=str)) for part in (*messages, *(tools or ())))
+    limit = _MORE_CHARACTERS + 4 * said
     # Standard input, not arguments: those are for all users of the machine to see.
-    request = {"asked": asked, "cpu_s": CPU_S, "limit": limit, "path": sys.path}
-    code, out = _run(json.dumps(request, default=str).encode())
+    request = {"asked": asked, "cpu_s": CPU_S, "limit": limit}
+    code, out = _run(ready or start(), json.dumps(request, default=str).encode())
     if code == _REFUSED:
         raise RangeError("the model's chat template refuses these messages: leave out --system, or use --raw")
     if code == _TOO_MUCH or code < 0:
@@ -67,16 +82,30 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -
     return str(json.loads(parts[1]))
 
 
-def _run(request: bytes) -> tuple[int, bytes]:
-    """Exit code and output of :func:`main` in a process of its own, whatever the environment says of Python."""
+def start() -> subprocess.Popen[bytes]:
+    """A process that waits to render one conversation. Started ahead, it costs an answer no time; who does not use it
+    kills it.
+
+    Raises:
+        SordinoError: there is no Python to start.
+    """
     if not sys.executable or getattr(sys, "frozen", False):  # there, it is the application itself
         raise _no_python("this application has none")
     command = [sys.executable, "-I", "-c", _START]
     pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
     except OSError as error:
         raise _no_python(f"{sys.executable}: {error.strerror}") from error
+    if process.stdin is not None:
+        # One that has ended already says so when it is used.
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(sys.path).encode() + b"\n")
+    return process
+
+
+def _run(process: subprocess.Popen[bytes], request: bytes) -> tuple[int, bytes]:
+    """Exit code and output of :func:`main` in its process, whatever the environment says of Python."""
     with process:
         try:
             out, _ = process.communicate(request, _WALL_S)
@@ -114,10 +143,12 @@ def _limit_to(cpu_s: int) -> None:
                 raise
 
 
-def _answer(request: dict[str, Any]) -> int:
+def _answer() -> int:
+    # Before the request is there: a process that was started ahead does this meanwhile.
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    request = json.load(sys.stdin.buffer)
     _limit_to(request["cpu_s"])
     try:
         [text], _ = render_jinja_template(**request["asked"])
@@ -135,6 +166,6 @@ def _answer(request: dict[str, Any]) -> int:
     return 0
 
 
-def main(request: dict[str, Any]) -> None:
-    """What the other process does; the answer goes to its standard output."""
-    sys.exit(_answer(request))
+def main() -> None:
+    """What the other process does: a request comes on its standard input, the answer goes to its standard output."""
+    sys.exit(_answer())
