@@ -29,20 +29,21 @@ class Sight:
     true: I32 = field(repr=False)
     sent: U32 | bytes = field(repr=False)
 
-    def centred(self) -> I32 | None:
-        """What was sent, as integers around zero; None of a ciphertext, which has no elements."""
-        if isinstance(self.sent, bytes):
-            return None
-        out = np.empty((1, self.sent.size), np.int32)
-        from_ring(self.sent[None], out)
-        return out.reshape(-1)
-
     def correlation(self) -> float | None:
         """Pearson's, of the true row and the one sent; None where there are no pairs, or one of them is constant."""
-        sent = self.centred()
-        if sent is None or not self.true.std() or not sent.std():
+        if isinstance(self.sent, bytes):
+            return None
+        sent = centred(self.sent)
+        if not self.true.std() or not sent.std():
             return None
         return float(np.corrcoef(self.true, sent)[0, 1])
+
+
+def centred(row: U32) -> I32:
+    """Ring elements ``[n]`` as integers around zero."""
+    out = np.empty((1, row.size), np.int32)
+    from_ring(row.reshape(1, -1), out)
+    return out.reshape(-1)
 
 
 class Watch:
