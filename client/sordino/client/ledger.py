@@ -37,7 +37,6 @@ import re
 import secrets
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +45,7 @@ from typing import Final
 from platformdirs import user_state_path
 
 from sordino.shared.errors import PoolError, PoolForeignError
+from sordino.shared.locks import flocked
 
 FILE_MODE: Final = 0o600
 DIR_MODE: Final = 0o700
@@ -292,22 +292,10 @@ class Ledger:
             # A descriptor of its own each time: flock belongs to the open file, so threads exclude each other too.
             fd = open_private(self.path / "lock", os.O_RDWR | os.O_CREAT)
         try:
-            deadline = time.monotonic() + timeout_s
-            while True:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise LedgerBusyError(
-                            "another process holds the ledger of used masks; is it stopped?"
-                        ) from None
-                    time.sleep(0.002)
-            try:
+            with flocked(fd, wait_s=timeout_s, poll_s=0.002) as held:
+                if not held:
+                    raise LedgerBusyError("another process holds the ledger of used masks; is it stopped?")
                 yield
-            finally:
-                # Unlocked by name, not by closing: a child forked meanwhile holds the same open file.
-                fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
             os.close(fd)
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import pwd
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from sordino.shared.errors import SordinoError
+from sordino.shared.locks import flocked
 
 _WAIT_S: Final = 10.0
 _NEW: Final = ".new-"  # in the names of files that are being written
@@ -40,22 +39,12 @@ def locked(folder: Path) -> Iterator[None]:
         if os.geteuid() == 0:
             owner = folder.stat()
             os.fchown(handle, owner.st_uid, owner.st_gid)
-        deadline = time.monotonic() + _WAIT_S
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise SordinoError(f"another process holds {path}: is it stopped?") from None
-                time.sleep(0.02)
-        try:
+        with flocked(handle, wait_s=_WAIT_S, poll_s=0.02) as held:
+            if not held:
+                raise SordinoError(f"another process holds {path}: is it stopped?")
             for left in folder.glob(f".*{_NEW}*"):
                 left.unlink(missing_ok=True)
             yield
-        finally:
-            # By name, not by closing: a child forked meanwhile holds the same open file.
-            fcntl.flock(handle, fcntl.LOCK_UN)
     finally:
         os.close(handle)
 
