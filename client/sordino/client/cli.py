@@ -36,6 +36,7 @@ def add(app: typer.Typer) -> None:
     """Adds the client's commands to the ``sordino`` command."""
     app.command()(generate)
     app.command()(provision)
+    app.command("batch")(answer_batch)
     bench = typer.Typer(no_args_is_help=True, help="Measurements, side by side in one run.")
     bench.command("decode")(bench_decode)
     bench.command("linear")(bench_linear)
@@ -212,6 +213,66 @@ def provision(
         console.print(describe_plan(plan_batch(link.session.manifest, batch, checks=0)), highlight=False)
         link.session.provision()
         console.print(f"{link.session.masks_left} masks in the pool")
+
+
+def answer_batch(
+    prompts: Annotated[
+        Path, typer.Argument(help="File of JSON lines, each with a prompt or messages, perhaps an id, and options.")
+    ],
+    out: Annotated[Path, typer.Option(help="File of answers, as JSON lines; where it has some, the others follow.")],
+    server: Server,
+    ca: Ca = None,
+    token_file: TokenFile = None,
+    pool: Pool = None,
+    seal: Seal = False,
+    batch: Batch = 2048,
+    fingerprint: Fingerprint = None,
+    protocol: Annotated[str, typer.Option(help="masked, auto (starts at once), rlwe, clear (for tests).")] = "masked",
+    attention: Annotated[
+        str, typer.Option(help="local, or rlwe: full pages of the KV cache go to the server, encrypted.")
+    ] = "local",
+    rows: Annotated[
+        int, typer.Option("--batch-rows", help="Prompts of similar length that go together.", min=1, max=1024)
+    ] = 8,
+    defaults: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="An option of lines that do not set it, such as temperature=0; may be repeated."),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template: prompts as they are.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message of every prompt.")] = None,
+    draft_model: Annotated[
+        Path | None, typer.Option(help="Folder of a small model with the same tokens, for speculation.")
+    ] = None,
+    retry_s: Annotated[float, typer.Option("--wait", help="How long the server may be away, in seconds.", min=0)] = 60,
+) -> None:
+    """Answer a file of prompts; killed at any moment, the same command goes on from there."""
+    from sordino.client.batch import AnswersFile, defaults_of, read_prompts, run_batch
+    from sordino.client.speculate import load_draft_model
+
+    lines = read_prompts(prompts, defaults_of(defaults or []), raw=raw, system=system)
+    if out.exists() and out.samefile(prompts):
+        raise RangeError("--out is the file of prompts: name another")
+    draft = load_draft_model(draft_model) if draft_model else None
+    with AnswersFile(out, lines) as answers:
+        if not answers.left():
+            console.print(f"all {len(lines)} are answered", highlight=False)
+            return
+        how: dict[str, Any] = {"ca": ca, "token_file": token_file, "pool": pool, "seal": seal, "batch": batch}
+        how |= {"fingerprint": fingerprint, "protocol": protocol, "attention": attention, "retry_s": retry_s}
+        # Masks are made when it is known how many: a batch in the background might be for nothing.
+        with connected(server, **how, low_water=0, provision=False) as link:
+            run_batch(
+                link,
+                lines,
+                answers,
+                prompts=prompts,
+                rows=rows,
+                batch=batch,
+                raw=raw,
+                system=system,
+                draft_model=draft,
+                console=console,
+            )
 
 
 def bench_decode(
