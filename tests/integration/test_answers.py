@@ -158,6 +158,28 @@ def test_a_seeded_answer_is_its_own_in_any_company(pair: Pair) -> None:
     assert ids(run(pair.clear, temperature=1.0)) != ids(run(pair.clear, temperature=1.0))
 
 
+@pytest.mark.parametrize(
+    "options", [{"n": 3, "temperature": 1.0, "seed": 2}, {"beams": 3, "n": 2, "temperature": None}]
+)
+def test_a_prompt_costs_its_rows_once(pair: Pair, options: dict[str, Any]) -> None:
+    """However many answers it gets; the answers are those of a prompt for each, as transformers does it."""
+    rows: list[int] = []
+    hook = pair.clear.model.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    try:
+        answers = run(pair.clear, **options)
+    finally:
+        hook.remove()
+    inputs = encode_prompt(pair.clear, PROMPT, raw=True)
+    prompt = inputs["input_ids"].shape[1]
+    assert (rows[0], set(rows[1:])) == (prompt, {3})
+    if "beams" in options:
+        beams = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": TOKENS, "eos_token_id": None}
+        own = pair.clear.model.generate(**inputs, do_sample=False, **beams)[:, prompt:].tolist()
+        assert [ids(answers, number) for number in range(2)] == own
+
+
 def test_the_users_random_numbers_are_left_alone(pair: Pair) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()

@@ -17,6 +17,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from sordino.client.guide import Guide, GuideProcessor, compile_guide
+from sordino.client.kvcache import CACHE_NAMES
 from sordino.client.options import Options
 from sordino.client.sampling import CountPenalty, Draw, Logprob, Record, row_keys
 from sordino.client.speculate import Chain, DraftModel, Ngrams, Source, SpeculationCounts, Speculator
@@ -210,19 +211,35 @@ class _Follow(StoppingCriteria):  # type: ignore[misc]
         return torch.tensor(ends, device=input_ids.device)
 
 
-class _Drafting:
-    """The model to ``transformers``' assisted decoding, but for where drafts come from."""
+class _Steered:
+    """The model to ``transformers``' loops, with what they have no argument for: drafts of ours, and a prompt that goes
+    through once however many answers, or beams, it gets. Each of its rows costs a mask.
+    """
 
-    def __init__(self, model: PreTrainedModel, speculator: Speculator) -> None:
-        self._model, self._speculator = model, speculator
+    def __init__(self, model: PreTrainedModel, repeats: int, speculator: Speculator | None) -> None:
+        self._model, self._repeats, self._speculator = model, repeats, speculator
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model(*args, **kwargs)
+    def __call__(self, **inputs: Any) -> Any:
+        repeats, self._repeats = self._repeats, 1  # the first pass alone
+        if repeats == 1:
+            return self._model(**inputs)
+        rows = inputs["input_ids"].shape[0]
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,):
+                inputs[name] = value[::repeats]
+        out = self._model(**inputs)
+        cache = next(inputs[name] for name in CACHE_NAMES if inputs.get(name) is not None)
+        cache.batch_repeat_interleave(repeats)
+        out.logits = out.logits.repeat_interleave(repeats, dim=0)
+        return out
 
-    def _get_candidate_generator(self, **_: Any) -> Speculator:
+    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._model)._prefill(self, *args, **kwargs)  # which calls this object, not the model
+
+    def _get_candidate_generator(self, **_: Any) -> Speculator | None:
         return self._speculator
 
 
@@ -332,9 +349,13 @@ class Generation:
         **kwargs: Any,
     ) -> Any:
         """The decoding loop, after ``generate()`` has prepared everything for it."""
-        options = self.options
+        options, loops = self.options, type(model)
+        speculator = self._speculator(generation_config)
+        steered: Any = _Steered(model, max(options.beams, options.n), speculator)
         if options.beams > 1:
-            return model._beam_search(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+            return loops._beam_search(
+                steered, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
+            )
         record = Record(options.logprobs) if options.logprobs is not None else None
         if record:
             logits_processor.insert(0, record)
@@ -349,14 +370,11 @@ class Generation:
             self._rows, self._prompt, record, self.on_piece, self._cancelled, to_the_end=options.fixed_length
         )
         criteria = StoppingCriteriaList([*kept, follow])
-        speculator = self._speculator(generation_config)
         if speculator is None:
-            return model._sample(input_ids, logits_processor, criteria, generation_config, **kwargs)
+            return loops._sample(steered, input_ids, logits_processor, criteria, generation_config, **kwargs)
         self._counts = speculator.counts
         generation_config._eos_token_tensor = None
-        drafting: Any = _Drafting(model, speculator)
-        assisted = type(model)._assisted_decoding
-        return assisted(drafting, input_ids, logits_processor, criteria, generation_config, **kwargs)
+        return loops._assisted_decoding(steered, input_ids, logits_processor, criteria, generation_config, **kwargs)
 
     def _speculator(self, settings: GenerationConfig) -> Speculator | None:
         options, source = self.options, self._source(settings)

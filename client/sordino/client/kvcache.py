@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IMPLEMENTATION: Final = "sordino_rlwe"
-_CACHE_NAMES: Final = ("cache", "past_key_values")  # of the highest release, and of the lowest
+CACHE_NAMES: Final = ("cache", "past_key_values")  # of the highest release, and of the lowest
 # Arguments that change what attention computes, of models whose attention is another than is done here.
 _UNKNOWN: Final = ("s_aux", "position_bias", "head_mask", "cu_seq_lens_q")
 
@@ -297,19 +297,19 @@ def use_encrypted_cache(model: PreTrainedModel, attention: EncryptedAttention) -
     def prepared(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **more: Any) -> None:
         del self
         prepare(generation_config, model_kwargs, *args, **more)
-        for name in _CACHE_NAMES:
+        for name in CACHE_NAMES:
             made = model_kwargs.get(name)
             if type(made) is DynamicCache and not getattr(made, "_is_user_defined", False):
                 model_kwargs[name] = own_cache()
 
     parameters = list(inspect.signature(model.forward).parameters)
-    name_here = next(name for name in _CACHE_NAMES if name in parameters)
+    name_here = next(name for name in CACHE_NAMES if name in parameters)
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = len(args) > parameters.index(name_here) or any(kwargs.get(name) is not None for name in _CACHE_NAMES)
+        given = len(args) > parameters.index(name_here) or any(kwargs.get(name) is not None for name in CACHE_NAMES)
         use = kwargs.get("use_cache")
         if not given and (getattr(module.config, "use_cache", True) if use is None else use):
-            kwargs = {name: item for name, item in kwargs.items() if name not in _CACHE_NAMES}
+            kwargs = {name: item for name, item in kwargs.items() if name not in CACHE_NAMES}
             kwargs[name_here] = own_cache()
         return args, kwargs
 
