@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 _LONGEST: Final = 3  # n-gram that is looked up, then shorter ones
 _MEMORY: Final = 64  # passes from which times and hits are estimated
-_FIRST_DRAFT: Final = 4  # tokens, while nothing has been measured
+_FIRST_ROW: Final = 0.15  # of a pass's time, while nothing has been measured
+_LEAST_ROW: Final = 0.02
+_OF_A_MODEL: Final = 3  # evidence of a draft model: what it is good for shows soon
 _FADE: Final = 0.9  # weight of a hit or miss after one more
 MAX_FORCED: Final = 256  # rows of a pass, beyond which forced tokens wait for the next
 
@@ -40,29 +42,39 @@ MAX_FORCED: Final = 256  # rows of a pass, beyond which forced tokens wait for t
 class Source(Protocol):
     """Where drafts come from."""
 
+    def evidence(self, ids: Sequence[int]) -> int:
+        """What drafts after ``ids`` would rest on: those of equal evidence are right about as often. 0 is none."""
+        ...
+
     def propose(self, ids: Sequence[int], most: int) -> list[int]:
         """At most ``most`` tokens that may follow ``ids``; none where it has no idea."""
         ...
 
 
 class Ngrams:
-    """What followed the longest n-gram at the end of the text when it came last."""
+    """What followed the longest n-gram at the end of the text when it first came: what is copied, or changed a little,
+    comes before its copies, which may have left it."""
 
     def __init__(self, longest: int = _LONGEST) -> None:
         self._longest = longest
         self._seen: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> where what follows it begins
 
-    def propose(self, ids: Sequence[int], most: int) -> list[int]:
+    def evidence(self, ids: Sequence[int]) -> int:
+        """The length of the n-gram."""
         self._read(ids)
-        for n in range(min(self._longest, len(ids) - 1), 0, -1):
-            start = self._after.get(tuple(ids[-n:]))
-            if start is not None:
-                found = list(ids[start : start + most])
-                while len(found) < most:  # what repeats itself goes on repeating
-                    found += found[: most - len(found)]
-                return found
-        return []
+        lengths = range(min(self._longest, len(ids) - 1), 0, -1)
+        return next((n for n in lengths if tuple(ids[-n:]) in self._after), 0)
+
+    def propose(self, ids: Sequence[int], most: int) -> list[int]:
+        n = self.evidence(ids)
+        if not n:
+            return []
+        start = self._after[tuple(ids[-n:])]
+        found = list(ids[start : start + most])
+        while len(found) < most:  # what repeats itself goes on repeating
+            found += found[: most - len(found)]
+        return found
 
     def _read(self, ids: Sequence[int]) -> None:
         """Notes n-grams that something follows. Tokens that were taken back are forgotten by starting again."""
@@ -71,7 +83,7 @@ class Ngrams:
             self._seen, self._after, known = [], {}, 0
         for end in range(max(1, known), len(ids)):
             for n in range(1, min(self._longest, end) + 1):
-                self._after[tuple(ids[end - n : end])] = end
+                self._after.setdefault(tuple(ids[end - n : end]), end)
         self._seen = list(ids)
 
 
@@ -88,6 +100,10 @@ class DraftModel:
             raise RangeError(f"the draft model has {size} tokens, the hosted model {vocabulary}: they do not match")
         self._model, self._settings = model, settings
         self._generator: AssistedCandidateGenerator | None = None
+
+    def evidence(self, ids: Sequence[int]) -> int:
+        del ids
+        return _OF_A_MODEL
 
     def propose(self, ids: Sequence[int], most: int) -> list[int]:
         held = torch.tensor([list(ids)], device=self._model.device)
@@ -123,6 +139,9 @@ class Chain:
     def __init__(self, *sources: Source) -> None:
         self._sources = sources
 
+    def evidence(self, ids: Sequence[int]) -> int:
+        return next((found for source in self._sources if (found := source.evidence(ids))), 0)
+
     def propose(self, ids: Sequence[int], most: int) -> list[int]:
         for source in self._sources:
             if found := source.propose(ids, most):
@@ -134,36 +153,45 @@ class Pace:
     """How many drafts a pass should carry, by what passes of so many rows took and how often drafts were right.
 
     With hit rate p a pass of k drafts gives 1 + p + ... + p^k tokens on average (Leviathan et al., equation 1) and
-    takes a + b (k + 1) seconds: a holds the round trips, b what a row costs. The k of the best rate is taken.
+    takes a + b (k + 1) seconds: a holds the round trips, b what a row costs. The k of the best rate is taken. There is
+    a hit rate for each evidence: a long n-gram is worth many drafts where a single token is worth none.
     """
 
     def __init__(self) -> None:
         self._passes: deque[tuple[int, float]] = deque(maxlen=_MEMORY)
-        self._hits = self._tries = 0.0
+        self._judged: dict[int, tuple[float, float]] = {}  # evidence -> hits and tries, faded
 
-    @property
-    def hit_rate(self) -> float:
-        """Of drafts whose predecessors were right; optimistic before there is anything to go by."""
-        return (self._hits + 1.0) / (self._tries + 1.25)
+    def hit_rate(self, evidence: int = _OF_A_MODEL) -> float:
+        """Of drafts whose predecessors were right; before there is anything to go by, the higher the more evidence."""
+        hits, tries = self._judged.get(evidence, (0.0, 0.0))
+        return (hits + evidence - 0.5) / (tries + evidence)
 
     def passed(self, rows: int, seconds: float) -> None:
         self._passes.append((rows, seconds))
 
-    def judged(self, drafted: int, right: int) -> None:
-        self._hits = _FADE * self._hits + right
-        self._tries = _FADE * self._tries + min(drafted, right + 1)
+    def judged(self, drafted: int, right: int, evidence: int = _OF_A_MODEL) -> None:
+        """Where nothing was drafted, what is known fades, so that it is tried again some time."""
+        hits, tries = self._judged.get(evidence, (0.0, 0.0))
+        self._judged[evidence] = _FADE * hits + right, _FADE * tries + min(drafted, right + 1)
 
-    def choose(self, most: int) -> int:
-        """Drafts for the next pass, from 1 to ``most``: one row at least goes on measuring."""
+    def choose(self, most: int, evidence: int = _OF_A_MODEL) -> int:
+        """Drafts for the next pass, from 0 to ``most``."""
+        if not evidence:
+            return 0
+        base_s, row_s = self._costs()
+        p = min(self.hit_rate(evidence), 0.999)
+        rates = [(1 - p ** (k + 1)) / (1 - p) / (base_s + row_s * (k + 1)) for k in range(most + 1)]
+        return int(np.argmax(rates))
+
+    def _costs(self) -> tuple[float, float]:
+        """Seconds of a pass, and of each of its rows, by least squares."""
         rows = np.array([count for count, _ in self._passes], dtype=np.float64)
         if len(set(rows)) < 2:
-            return min(most, _FIRST_DRAFT + (len(self._passes) > 2))
-        seconds = np.array([taken for _, taken in self._passes])
-        row_s, base_s = np.polyfit(rows, seconds, 1)
-        row_s, p = max(float(row_s), 1e-6), min(self.hit_rate, 0.999)
-        base_s = max(float(base_s), row_s / 10)
-        rates = [(1 - p ** (k + 1)) / (1 - p) / (base_s + row_s * (k + 1)) for k in range(1, most + 1)]
-        return 1 + int(np.argmax(rates))
+            return 1.0, _FIRST_ROW
+        row_s, base_s = np.polyfit(rows, [taken for _, taken in self._passes], 1)
+        base_s = max(float(base_s), float(row_s), 1e-6)
+        # Times that jump may say that rows cost nothing; each takes a mask, whose making costs as much as this.
+        return base_s, max(float(row_s), _LEAST_ROW * base_s)
 
 
 @dataclass(slots=True)
@@ -187,6 +215,7 @@ class SpeculationCounts:
 class _Pass:
     forced: int = 0
     drafted: int = 0
+    evidence: int = 0
     filled: int = 0
     began: float = 0.0
 
@@ -219,7 +248,7 @@ class Speculator(CandidateGenerator):  # type: ignore[misc]
         first = len(ids) == self.prompt
         forced = self._forced(ids, space)
         # Forced tokens are right whatever the model says: they do not count as drafts, and carry others behind them.
-        drafts = self._drafts([*ids, *forced], space - len(forced))
+        drafts, evidence = self._drafts([*ids, *forced], space - len(forced))
         filled = 0
         if self.options.fixed_drafts:
             # Any tokens do: they are thrown away.
@@ -227,7 +256,7 @@ class Speculator(CandidateGenerator):  # type: ignore[misc]
             forced = forced[:wanted]
             drafts = drafts[: wanted - len(forced)]
             filled = wanted - len(forced) - len(drafts)
-        self._now = _Pass(len(forced), len(drafts), filled, 0.0 if first else began)
+        self._now = _Pass(len(forced), len(drafts), evidence, filled, 0.0 if first else began)
         self.counts.rows += len(forced) + len(drafts) + filled + (len(ids) if first else 1)
         more = [*forced, *drafts, *[ids[-1]] * filled]
         return torch.cat([input_ids, input_ids.new_tensor([more])], dim=1) if more else input_ids, None
@@ -241,8 +270,8 @@ class Speculator(CandidateGenerator):  # type: ignore[misc]
         self.counts.drafted += now.drafted
         self.counts.accepted += right
         self.counts.filled += now.filled
-        if now.drafted:
-            self.pace.judged(now.drafted, right)
+        if now.evidence:
+            self.pace.judged(now.drafted, right, now.evidence)
         if now.began:
             self.counts.passes += 1
             self.pace.passed(1 + now.forced + now.drafted + now.filled, time.perf_counter() - now.began)
@@ -256,13 +285,13 @@ class Speculator(CandidateGenerator):  # type: ignore[misc]
             return []
         return self.guide.forced(ids[self.prompt :])[: min(space, MAX_FORCED)]
 
-    def _drafts(self, ids: Sequence[int], space: int) -> list[int]:
-        most = self._most if self.options.draft_tokens else self.pace.choose(self._most)
+    def _drafts(self, ids: Sequence[int], space: int) -> tuple[list[int], int]:
+        """Drafts, and the evidence for them."""
+        evidence = self.source.evidence(ids) if self.source is not None else 0
+        most = self._most if self.options.draft_tokens else self.pace.choose(self._most, evidence)
         most = min(most, space)
-        if self.source is None or most < 1:
-            return []
+        if self.source is None or not evidence or most < 1:
+            return [], evidence
         drafts = self.source.propose(ids, most)
-        for place, token in enumerate(drafts):
-            if token in self.end_ids:
-                return drafts[:place]
-        return drafts
+        ends = (place for place, token in enumerate(drafts) if token in self.end_ids)
+        return drafts[: next(ends, len(drafts))], evidence

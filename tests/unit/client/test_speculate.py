@@ -11,10 +11,11 @@ from sordino.client.options import Options
 from sordino.client.speculate import Chain, Ngrams, Pace, Speculator
 
 
-def test_what_followed_the_longest_ngram_last_is_drafted() -> None:
+def test_what_followed_the_longest_ngram_first_is_drafted() -> None:
     source = Ngrams(longest=3)
-    assert source.propose([1, 2, 3, 9, 1, 2, 3, 8, 5, 2, 3], 2) == [8, 5]  # "2 3" came last before 8
-    assert source.propose([1, 2, 3, 9, 1, 2, 3, 8, 5, 2, 3, 7, 1, 2, 3], 1) == [8]  # "1 2 3" before that
+    assert source.propose([1, 2, 3, 9, 1, 2, 3, 8, 5, 2, 3], 2) == [9, 1]  # "2 3" came first before 9
+    assert source.propose([6, 2, 3, 9, 1, 2, 3, 8, 5, 1, 2, 3], 2) == [8, 5]  # "1 2 3" before 8
+    assert [source.evidence(ids) for ids in ([1, 2], [1, 1], [1, 2, 1, 2], [1, 2, 3, 4, 1, 2, 3, 4])] == [0, 1, 2, 3]
 
 
 def test_no_ngram_no_draft() -> None:
@@ -67,9 +68,36 @@ def test_drafts_that_are_always_right_and_free_become_many() -> None:
 def test_the_best_length_is_that_of_the_formula() -> None:
     """Leviathan et al.: 1 + p + ... + p^k tokens for a + b (k + 1) seconds, over all k."""
     pace = paced(0.1, 0.02, 2, 3)
-    p = pace.hit_rate
+    p = pace.hit_rate()
     best = max(range(1, 33), key=lambda k: sum(p**i for i in range(k + 1)) / (0.1 + 0.02 * (k + 1)))
     assert pace.choose(32) == best
+
+
+def test_more_evidence_is_worth_more_drafts() -> None:
+    """Before anything is known, and by what was right of each."""
+    pace = paced(0.1, 0.02, 2, 3)
+    assert pace.choose(32, 0) == 0
+    assert 0 < Pace().choose(32, 1) < Pace().choose(32, 2) < Pace().choose(32, 3) < 32
+    for _ in range(30):
+        pace.judged(4, 4, 1)
+        pace.judged(1, 0, 2)
+    assert pace.choose(32, 1) > pace.choose(32, 2) == 0
+
+
+def test_what_was_never_right_is_tried_again_some_time() -> None:
+    pace = paced(0.1, 0.02, 2, 3)
+    for _ in range(30):
+        pace.judged(1, 0, 1)
+    assert pace.choose(32, 1) == 0
+    for _ in range(60):
+        pace.judged(0, 0, 1)
+    assert pace.choose(32, 1) > 0
+
+
+def test_times_that_jump_do_not_say_that_rows_are_free() -> None:
+    """Each takes a mask: where longer passes happened to be faster, there are not 32 drafts."""
+    pace = paced(0.1, -0.005, 3, 4)
+    assert 0 < pace.choose(32) < 16
 
 
 def speculator(**options: Any) -> Speculator:
