@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
+from sordino.client.gateway.page import _Looks
 from sordino.client.kernels import mask
 from sordino.client.watch import Watch, centred
 from sordino.shared.manifest import GroupSpec, MemberSpec
@@ -15,9 +18,7 @@ RNG = np.random.default_rng(3)
 
 def group(name: str = "a", inputs: int = 64) -> GroupSpec:
     member = MemberSpec(name=name, out_features=8)
-    return GroupSpec(
-        name=name, layer=0, in_features=inputs, members=(member,), weight_bits=8, l1_max=1000, l2_max=1000
-    )
+    return GroupSpec(name=name, layer=0, in_features=inputs, members=(member,), weight_bits=8, l1_max=1000, l2_max=1000)
 
 
 def rows_of(count: int, inputs: int = 64) -> tuple[np.ndarray, np.ndarray]:
@@ -85,6 +86,22 @@ def test_correlation() -> None:
     assert correlation(np.zeros_like(x), u) is None
     assert correlation(x, np.full_like(u, 7)) is None
     assert correlation(x, b"ciphertext") is None
+
+
+def test_the_page_looks_for_a_while_after_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sordino.client.gateway.page._LOOK_S", 0.05)
+    watch = Watch()
+
+    async def ask_twice_and_leave() -> None:
+        looks = _Looks(watch)
+        for name in ("a", "b", "a"):
+            looks.renew(name)
+        assert set(watch.groups) == {"a", "b"}
+        while watch.groups:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(ask_twice_and_leave(), 60))
+    assert not watch.groups
 
 
 def test_centred() -> None:

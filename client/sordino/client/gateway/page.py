@@ -1,7 +1,7 @@
 """A page for the user's browser: a chat, and live beside it what the server sees of it.
 
 The files of the page hold no data and need no key. What the page shows does: it comes from two routes below
-``/sordino``, guarded as those of the API are.
+``/sordino``, which :class:`sordino.client.gateway.guard.Guard` keeps for the user as it does those of the API.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from fastapi.responses import FileResponse
 from numpy.typing import NDArray
 from starlette.concurrency import run_in_threadpool
 
+from sordino.client.gateway.faults import ApiError
 from sordino.client.session import Connected, Session
 from sordino.client.watch import Sight, Watch, centred
-from sordino.shared.errors import RangeError
 from sordino.shared.manifest import GroupSpec
 
 _FOLDER: Final = Path(__file__).with_name("page")
@@ -30,7 +30,7 @@ _FILES: Final = {
     "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-OPEN_PATHS: Final = frozenset(_FILES)  # which need no key
+OPEN_PATHS: Final = frozenset(_FILES)
 # Nothing inline, nothing from elsewhere, no frame around it: text of the model or the provider cannot become code.
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -66,20 +66,15 @@ class _Looks:
         self._watch.look_away(group)
 
 
-def router(link: Connected, guard: Callable[..., Any]) -> APIRouter:
-    """The page and its data.
-
-    Args:
-        guard: a dependency that raises unless the request is the user's own (key, Host, Origin).
-    """
+def router(link: Connected) -> APIRouter:
+    """The page and its data; all but :data:`OPEN_PATHS` needs the key."""
     session, looks = link.session, _Looks(link.session.watch)
     names = frozenset(session.manifest.by_name)
     routes = APIRouter(include_in_schema=False)
     for path, (name, kind) in _FILES.items():
         routes.add_api_route(path, _file(name, kind), methods=["GET", "HEAD"])
-    own = APIRouter(prefix="/sordino", dependencies=[Depends(guard)])
 
-    @own.get("/about")
+    @routes.get("/sordino/about")
     def about() -> dict[str, Any]:
         """What does not change: the model, how its rows are hidden, its groups. And the figures so far."""
         return {
@@ -90,11 +85,11 @@ def router(link: Connected, guard: Callable[..., Any]) -> APIRouter:
             "groups": [_about(group) for group in session.manifest.groups],
         }
 
-    @own.get("/seen")
+    @routes.get("/sordino/seen")
     async def seen(group: str, after: int = 0) -> dict[str, Any]:
         """Figures, and the newest row of ``group`` as soon as it is another than number ``after``."""
         if group not in names:
-            raise RangeError(f"the model has no group {group[:80]!r}")
+            raise ApiError(404, f"the model has no group {group[:80]!r}", param="group")
         looks.renew(group)
         clock = asyncio.get_running_loop().time
         until = clock() + _WAIT_S
@@ -103,7 +98,6 @@ def router(link: Connected, guard: Callable[..., Any]) -> APIRouter:
         figures = await run_in_threadpool(_figures, session)
         return {**figures, "row": _row(sight) if sight else None}
 
-    routes.include_router(own)
     return routes
 
 

@@ -30,7 +30,12 @@ function bytes(number) {
   return number < 1e9 ? `${(number / 1e6).toFixed(1)} MB` : `${(number / 1e9).toFixed(2)} GB`;
 }
 
-const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+let wake = () => {}; // ends a pause
+const pause = (ms) =>
+  new Promise((resolve) => {
+    wake = resolve;
+    setTimeout(resolve, ms);
+  });
 
 // -- the key ----------------------------------------------------------------------------------------------------------
 
@@ -52,6 +57,7 @@ function keep(given) {
   sessionStorage.setItem(KEY, given);
   $("key-form").hidden = true;
   put("key-error", "");
+  wake();
   return true;
 }
 
@@ -78,7 +84,7 @@ async function ask(path, options = {}) {
   }
   if (answer.ok) return answer;
   if (answer.status === 401) {
-    const wrong = "The gateway does not take this key. It is the one printed at the gateway's start.";
+    const wrong = "The gateway does not take this key.";
     askForKey(wrong);
     throw new Error(wrong);
   }
