@@ -152,7 +152,7 @@ def run_decode(
     if json_path and not json_path.absolute().parent.is_dir():
         raise SordinoError(f"--json {json_path}: there is no such folder")
     manifest = ModelManifest.load(bundle)
-    plain = _plain_model(model, bundle) if reference == "transformers" else None
+    plain = plain_model(model, bundle) if reference == "transformers" else None
     me = psutil.Process()
     result: dict[str, Any] = {"machine": machine(), "model": manifest.model_name, "tokens": tokens, "protocols": {}}
     with ExitStack() as stack:
@@ -386,7 +386,12 @@ def _memory(manifest: ModelManifest, loaded: int, at_end: int) -> dict[str, floa
     }
 
 
-def _plain_model(model: Path | None, bundle: Path) -> Any:
+def plain_model(model: Path | None, bundle: Path) -> Any:
+    """The original model in float32; None takes the one ``.gguf`` file beside the bundle.
+
+    Raises:
+        SordinoError: it is not there. UnsupportedModelError: it cannot be loaded.
+    """
     from transformers import AutoModelForCausalLM
 
     if model is None:

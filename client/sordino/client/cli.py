@@ -286,11 +286,39 @@ def bench_decode(
         str, typer.Option(help="Lengths of prompt, such as 64,256,512, at which encrypted attention is measured, too.")
     ] = "",
     batch: Batch = 2048,
+    speculate: Annotated[
+        str, typer.Option(help="ngram: measures drafts instead, with masks, on prompts whose answers repeat them.")
+    ] = "off",
+    prompts: Annotated[
+        str, typer.Option(help="Of --speculate: summarise, translate, edit, or .txt files.")
+    ] = "summarise,translate,edit",
+    rtt_ms: Annotated[
+        float | None, typer.Option(help="Of --speculate: measure once more with a round trip of so many ms.")
+    ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Decode speed of each protocol and of plain transformers, as ratios in one run (two processes, loopback, TLS)."""
     from sordino.client.bench import run_decode
+    from sordino.client.bench_speculate import run_speculation
 
+    if speculate != "off":
+        if contexts:
+            raise RangeError("--contexts measures attention, --speculate drafts: ask for one of them")
+        run_speculation(
+            bundle,
+            model=model,
+            speculate=speculate,
+            prompts=[name.strip() for name in prompts.split(",") if name.strip()],
+            tokens=tokens,
+            repeats=repeats,
+            batch=batch,
+            rtt_ms=rtt_ms,
+            json_path=json_path,
+            console=console,
+        )
+        return
+    if rtt_ms is not None:
+        raise RangeError("--rtt-ms goes with --speculate")
     run_decode(
         bundle,
         model=model,
