@@ -10,7 +10,7 @@ import typer
 
 from sordino.client.options import Options
 from sordino.client.terminal import Screen, check_text, connected, console, encode_prompt
-from sordino.shared.errors import RangeError, printable
+from sordino.shared.errors import RangeError, SordinoError, printable
 
 if TYPE_CHECKING:
     from sordino.client.guide import GuideSpec
@@ -37,6 +37,7 @@ def add(app: typer.Typer) -> None:
     app.command()(generate)
     app.command()(provision)
     app.command("batch")(answer_batch)
+    app.command()(gateway)
     bench = typer.Typer(no_args_is_help=True, help="Measurements, side by side in one run.")
     bench.command("decode")(bench_decode)
     bench.command("linear")(bench_linear)
@@ -273,6 +274,61 @@ def answer_batch(
                 draft_model=draft,
                 console=console,
             )
+
+
+def gateway(
+    server: Server,
+    ca: Ca = None,
+    token_file: TokenFile = None,
+    pool: Pool = None,
+    seal: Seal = False,
+    batch: Batch = 2048,
+    fingerprint: Fingerprint = None,
+    protocol: Annotated[
+        str, typer.Option(help="auto (starts at once, then fills the pool), masked, rlwe, clear (for tests).")
+    ] = "auto",
+    attention: Annotated[
+        str, typer.Option(help="local, or rlwe: full pages of the KV cache go to the server, encrypted.")
+    ] = "local",
+    host: Annotated[str, typer.Option(help="127.0.0.1 or ::1.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
+    key_file: Annotated[
+        Path | None, typer.Option(help="The key that clients need; made where there is none, in your data folder.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What clients call the model, such as gpt-4o; its own name by default.")
+    ] = None,
+    parallel: Annotated[int, typer.Option(help="Answers made at a time.", min=1, max=64)] = 1,
+    queue: Annotated[int, typer.Option(help="Requests that may wait behind them; more are refused.", min=0)] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer in a chat, where a request says none.", min=1)] = 1024,
+    draft_model: Annotated[
+        Path | None, typer.Option(help="Folder of a small model with the same tokens, for speculation.")
+    ] = None,
+    retry_s: Annotated[float, typer.Option("--wait", help="How long the server may be away, in seconds.", min=0)] = 60,
+    port_file: Annotated[Path | None, typer.Option(help="Write the port here when ready.")] = None,
+) -> None:
+    """An OpenAI-compatible endpoint on this machine; prompts and answers stay on it."""
+    try:
+        from sordino.client.gateway.app import Settings
+        from sordino.client.gateway.run import bind, default_key_file, serve
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "starlette", "uvicorn"):
+            raise
+        raise SordinoError("the gateway needs an extra: pip install 'sordino[client,gateway]'") from None
+    from sordino.client.speculate import load_draft_model
+
+    draft = load_draft_model(draft_model) if draft_model else None
+    how: dict[str, Any] = {"ca": ca, "token_file": token_file, "pool": pool, "seal": seal, "batch": batch}
+    how |= {"fingerprint": fingerprint, "protocol": protocol, "attention": attention, "retry_s": retry_s}
+    with bind(host, port) as opened, connected(server, **how) as link:
+        settings = Settings(
+            model=name or link.session.manifest.model_name,
+            max_tokens=max_tokens,
+            parallel=parallel,
+            queue=queue,
+            draft_model=draft,
+        )
+        serve(link, opened, key_file or default_key_file(), settings, console, port_file)
 
 
 def bench_decode(

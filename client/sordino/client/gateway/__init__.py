@@ -1,0 +1,1 @@
+"""``sordino gateway``: an OpenAI-compatible endpoint on the user's own machine."""
