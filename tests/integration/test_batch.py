@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import random
 import re
+import resource
 import signal
 import stat
 import sys
@@ -130,6 +131,18 @@ def test_answers_are_those_of_single_calls(link: Connected, tmp_path: Path) -> N
         assert said["finish"] == ("stop" if said["tokens"][-1] == 1 else "length")
         assert said["text"] == link.tokenizer.decode(said["tokens"], skip_special_tokens=True)
         assert record["line"] == number + 1
+
+
+@pytest.mark.parametrize("protocol", ["auto", "rlwe"])
+def test_protocols_without_a_pool(clear: Connected, target: str, tmp_path: Path, protocol: Any) -> None:
+    prompts = write(tmp_path / "prompts", [{"id": text, "prompt": text} for text in TEXTS[1:3]])
+    options = {"temperature": 0, "max_tokens": 3}
+    connected = connect(
+        target, protocol=protocol, cache=tmp_path / "c", pool=tmp_path / "p", state_dir=tmp_path / "s", refill=False
+    )
+    with connected.session:
+        got = answer(connected, prompts, tmp_path / "out", **options)
+    assert got == answer(clear, prompts, tmp_path / "clear", **options)
 
 
 def test_rows_that_travel_are_said_before(link: Connected, tmp_path: Path) -> None:
@@ -340,6 +353,7 @@ def test_files_that_are_no_use(
     assert "--out is the file of prompts" in said(prompts, prompts)
     assert "No such file or directory" in said(tmp_path / "none", tmp_path / "out")
     assert "No such file or directory" in said(prompts, tmp_path / "none" / "out")
+    assert "--out full is no file" in said(prompts, Path("/dev/full"))
     (tmp_path / "empty").write_text("\n\n")
     assert "empty has no prompts" in said(tmp_path / "empty", tmp_path / "out")
 
@@ -390,6 +404,25 @@ def test_a_torn_line_is_dropped_wherever_it_ends(tmp_path: Path, lines: list[Any
             assert out.read_bytes() == whole[: ends[kept]]
             answers.append([record_of(line) for line in answers.left()])
         assert out.read_bytes() == whole
+
+
+def test_a_full_disk_costs_what_was_not_written(tmp_path: Path, lines: list[Any]) -> None:
+    """Half a line fits: the error is the system's, and the next run begins where whole lines end."""
+    out = tmp_path / "out"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with AnswersFile(out, lines) as answers:
+        answers.append([record_of(lines[0])])
+        whole = out.read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, before[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                answers.append([record_of(lines[1])])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(out.read_bytes()) == len(whole) + 20
+    with AnswersFile(out, lines) as answers:
+        assert answers.left() == lines[1:]
+    assert out.read_bytes() == whole
 
 
 def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, lines: list[Any]) -> None:

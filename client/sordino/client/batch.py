@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -220,6 +221,8 @@ class AnswersFile:
         self._done: dict[str, str] = {}
         self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "r+b", 0)
         try:
+            if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                raise RangeError(f"--out {path.name} is no file that answers can be kept in")
             self._lock()
             self._read()
         except BaseException:
@@ -445,7 +448,7 @@ def run_batch(
                 answers.append(call.run(link, draft_model))
                 done += len(call.lines)
                 progressed(done, len(lines))
-    except (SordinoError, KeyboardInterrupt):
+    except (SordinoError, OSError, KeyboardInterrupt):
         console.print(f"{done} of {len(lines)} answered: the same command goes on from there", highlight=False)
         raise
     console.print(f"{done} of {len(lines)} answered", highlight=False)
