@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from sordino.client import chat
-from sordino.client.chat import render
+from sordino.client.chat import Renderer, render
 from sordino.shared.errors import BundleError, RangeError, SordinoError
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Größe?\u2028 <b> "q" \U0001f9c5'}]
@@ -56,15 +56,27 @@ def test_tools_and_messages_of_any_role_and_shape(tokenizer: PreTrainedTokenizer
     assert render(tokenizer, messages, tools) == expected
 
 
-def test_a_process_that_was_started_ahead(tokenizer: PreTrainedTokenizerFast) -> None:
-    ready = chat.start()
+def test_one_process_after_another(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a template does ends with its own process; one that is gone is started anew."""
+    monkeypatch.setattr(chat, "CPU_S", 1)
     expected = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
-    assert render(tokenizer, MESSAGES, ready=ready) == expected
-    assert ready.returncode == 0
-    gone = chat.start()
-    gone.kill()
-    with pytest.raises(BundleError, match="takes more than"):
-        render(tokenizer, MESSAGES, ready=gone)
+    with Renderer() as renderer:
+        renderer.start()
+        assert renderer._process is not None
+        first = renderer._process.pid
+        for hostile in (ENDLESS, "{{ 'a' * 10 ** 10 }}", "{{ 1 / 0 }}"):
+            tokenizer.chat_template = hostile
+            with pytest.raises(BundleError):
+                renderer.render(tokenizer, MESSAGES)
+            tokenizer.chat_template = models.CHAT_TEMPLATE
+            assert renderer.render(tokenizer, MESSAGES) == expected
+            assert renderer._process.pid == first
+        renderer._process.kill()
+        with pytest.raises(SordinoError, match=r"cannot be started here .*code -9"):
+            renderer.render(tokenizer, MESSAGES)
+        assert renderer.render(tokenizer, MESSAGES) == expected
+        again = renderer._process
+    assert again.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

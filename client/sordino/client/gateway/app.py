@@ -130,7 +130,7 @@ class Gateway:
         await asyncio.to_thread(self.link.session.close)  # whoever waits for the server is told
         if not ended:
             await self.desk.close(patience_s)
-        self.prompts.close()
+        self.prompts.renderer.close()
 
     async def _respond(
         self,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sordino.client.chat import render, start
+from sordino.client.chat import Renderer
 from sordino.client.gateway.faults import ApiError
 from sordino.client.terminal import encode_prompt
 from sordino.shared.errors import BundleError, RangeError
@@ -19,13 +17,11 @@ if TYPE_CHECKING:
 
 
 class Prompts:
-    """Keeps a process ready for the next chat template, so that an answer does not wait for its start."""
+    """Keeps the process that renders chat templates: an answer does not wait for its start."""
 
     def __init__(self, link: Connected) -> None:
         self._link = link
-        self._lock = threading.Lock()
-        self._ready: subprocess.Popen[bytes] | None = None
-        self._closed = False
+        self.renderer = Renderer()
 
     @property
     def template(self) -> str:
@@ -41,25 +37,15 @@ class Prompts:
                 400, "the model has no chat template: use /v1/completions", param="messages", code="no_chat_template"
             ) from None
 
-    def prepare(self) -> None:
-        """Starts the process for the next conversation, unless one waits."""
-        with self._lock:
-            if self._ready is None and not self._closed:
-                self._ready = start()
-
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
         """Raises ApiError where the template refuses or fails."""
-        with self._lock:
-            ready, self._ready = self._ready, None
         try:
-            text = render(self._link.tokenizer, messages, tools, ready=ready)
+            text = self.renderer.render(self._link.tokenizer, messages, tools)
         except RangeError:
             text = "the model's chat template refuses these messages: it may want other roles, or another order of them"
             raise ApiError(400, text, param="messages", code="template_refuses") from None
         except BundleError as error:
             raise ApiError(500, str(error), code="template_fails") from None
-        finally:
-            self.prepare()
         ids: list[int] = self._link.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._checked(ids)
 
@@ -84,13 +70,6 @@ class Prompts:
         rows = [[pad] * (columns - len(ids)) + list(ids) for ids in prompts]
         masks = [[0] * (columns - len(ids)) + [1] * len(ids) for ids in prompts]
         return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
-
-    def close(self) -> None:
-        with self._lock:
-            ready, self._ready, self._closed = self._ready, None, True
-        if ready is not None:
-            with ready:
-                ready.kill()
 
     def _checked(self, ids: list[int]) -> list[int]:
         limit = getattr(self._link.model.config, "max_position_embeddings", None)

@@ -16,7 +16,7 @@ from platformdirs import user_data_path
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sordino.client.gateway import page
-from sordino.client.gateway.app import Gateway, Settings, create_app
+from sordino.client.gateway.app import Settings, create_app
 from sordino.client.gateway.guard import Guard, check_host, read_key
 from sordino.shared.errors import RangeError, printable
 
@@ -51,13 +51,35 @@ class _Http(H11Protocol):
             self.transport.close()
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
-        super().__init__(config)
-        self._gateway = gateway
+class Server(uvicorn.Server):
+    """HTTP for one link; its end is that of the session, too.
+
+    Args:
+        port: that clients will use.
+    """
+
+    def __init__(self, link: Connected, settings: Settings, *, key: str, port: int) -> None:
+        app, self.gateway = create_app(link, settings)
+        app.include_router(page.router(link))
+        super().__init__(
+            uvicorn.Config(
+                Guard(app, key=key, port=port, open_paths=OPEN_PATHS),
+                http=_Http,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=_CONNECTIONS,
+                timeout_graceful_shutdown=int(_PATIENCE_S) + _LAST_S,
+            )
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        closing = asyncio.create_task(self._gateway.close(_PATIENCE_S))
+        closing = asyncio.create_task(self.gateway.close(_PATIENCE_S))
         await super().shutdown(sockets)
         await closing
 
@@ -92,32 +114,16 @@ def serve(
         opened: of :func:`bind`. port_file: the port is written here when the gateway answers.
     """
     key, (host, port) = read_key(key_file), opened.getsockname()[:2]
-    app, gateway = create_app(link, settings)
-    guard = Guard(app, key=key, port=port, open_paths=OPEN_PATHS)
-    app.include_router(page.router(link))
-    config = uvicorn.Config(
-        guard,
-        http=_Http,
-        ws="none",
-        loop="asyncio",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        limit_concurrency=_CONNECTIONS,
-        timeout_graceful_shutdown=int(_PATIENCE_S) + _LAST_S,
-    )
-    gateway.prompts.prepare()
+    server = Server(link, settings, key=key, port=port)
+    server.gateway.prompts.renderer.start()
     _introduce(console, f"[{host}]" if ":" in host else host, port, key, key_file, settings.model)
-    if port_file:
-        port_file.write_text(str(port))
     # uvicorn raises the signal again when all is done: that is the end this process wants anyway.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     opened.listen(_CONNECTIONS)
-    _Server(config, gateway).run(sockets=[opened])
+    if port_file:
+        port_file.write_text(str(port))
+    server.run(sockets=[opened])
 
 
 def _introduce(console: Console, host: str, port: int, key: str, key_file: Path, model: str) -> None:
