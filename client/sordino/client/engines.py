@@ -340,7 +340,7 @@ class _LmFormatEnforcer:
 
 class _StrictJson:
     """A parser of lm-format-enforcer without liberties of its own: brackets after commas, exponents of integers, points
-    without digits after them, ends inside of values."""
+    without digits after them, ends inside of values. One white space, and none but a space, between parts."""
 
     def __init__(
         self, parser: Any, *, quoted: bool = False, escaped: bool = False, open_brackets: int = 0, last: str = ""
@@ -362,7 +362,7 @@ class _StrictJson:
             quoted=self._quoted != (character == '"' and not self._escaped),
             escaped=self._quoted and character == "\\" and not self._escaped,
             open_brackets=self._open if self._quoted else self._open + (character in "{[") - (character in "}]"),
-            last=self._last if character.isspace() else character,
+            last=self._last[-1:] + character if character == " " else character,
         )
 
     def get_allowed_characters(self) -> str:
@@ -371,7 +371,10 @@ class _StrictJson:
             return allowed
         if self._last in (".", "-"):
             return "".join(filter(str.isdecimal, allowed))
-        taken = "}]" if self._last == "," else "eE" if self._last.isdecimal() else ""
+        taken = "\t\n\r\v\f"
+        taken += " " if self._last.endswith(" ") else ""
+        taken += "}]" if self._last.startswith(",") else ""
+        taken += "eE" if self._last.isdecimal() else ""
         return "".join(character for character in allowed if character not in taken)
 
     def can_end(self) -> bool:
@@ -393,7 +396,7 @@ class _LmFormatEnforcerMatcher:
         self._enforcer, self._data, self._texts = TokenEnforcer(data, parser), data, texts
         parser.config = CharacterLevelParserConfig(
             alphabet=data.tokenizer_alphabet,
-            max_consecutive_whitespaces=1,
+            max_consecutive_whitespaces=1 << 20,  # it counts those in strings, too
             force_json_field_order=True,
             max_json_array_length=1 << 20,
         )

@@ -37,7 +37,7 @@ from sordino.client.engines import (
     try_apart,
     words,
 )
-from sordino.shared.errors import RangeError
+from sordino.shared.errors import RangeError, SordinoError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -335,10 +335,12 @@ class _Bench:
         if not text.startswith(whole.encode()):
             return []
         ids = self._encode(whole) if self._encode else []
-        tokens = self.vocabulary.tokens
-        if ids and b"".join(tokens[token] for token in ids) == whole.encode():
-            return ids
-        return self.vocabulary.spell(whole.encode())  # it begins with a space of its own, say
+        if not self._gives(ids, whole):  # it begins with a space of its own, say
+            ids = self.vocabulary.spell(whole.encode())
+        return ids if self._gives(ids, whole) else []
+
+    def _gives(self, ids: Sequence[int], text: str) -> bool:
+        return b"".join(self.vocabulary.tokens[token] for token in ids) == text.encode()
 
 
 _LOCK: Final = threading.Lock()
@@ -413,7 +415,11 @@ class _Guide:
             row.mask = None
         for token in ids[common:]:
             run = self._run(row)
-            if token in self._end_set or (run and token != run[0]) or not self._push(row.matcher, token):
+            if token in self._end_set or (run and token != run[0]):
+                return False
+            if not self._push(row.matcher, token):
+                if token < len(self._mask(row)) and self._mask(row)[token]:
+                    raise SordinoError("the guide's engine leaves a token that it then refuses: take another engine")
                 return False
             row.ids.append(token)
             row.mask = None
@@ -444,41 +450,30 @@ class _Guide:
 
         xgrammar's own search does not return where what is forced has no end; this one has the same steps for all.
         """
-        matcher, tokens = row.matcher, self._bench.vocabulary.tokens
-        text, taken = b"", 0
+        matcher, tokens, lengths = row.matcher, self._bench.vocabulary.tokens, self._bench.vocabulary.lengths
+        text, reach = b"", list[tuple[int, int]]()
         mask = self._mask(row)
         while len(text) < _MAX_FORCED_BYTES and not matcher.complete():
-            token = self._only(mask)
+            left = np.flatnonzero(mask)
+            token = self._beginning(left)
             if token is None or not self._push(matcher, token):
                 break
-            text, taken = text + tokens[token], taken + 1
+            reach.append((len(text), len(text) + int(lengths[left].max())))
+            text += tokens[token]
             mask = self._left(matcher)
-        matcher.pop(taken)
-        ids = self._bench.spell(text) if text else []
-        if self._end_set.intersection(ids):
-            return []
-        for place, token in enumerate(ids):
-            last = place == len(ids) - 1
-            # How the last one is spelt may depend on what the model chooses to say after it.
-            if (last and self._longer(self._left(matcher), token)) or not self._push(matcher, token):
-                matcher.pop(place)
-                return ids[:place]
-        matcher.pop(len(ids))
-        return ids
+        matcher.pop(len(reach))
+        # How the end is spelt may depend on what the model chooses to say after it: from where a token goes beyond it.
+        sure = next((start for start, end in reach if end > len(text)), len(text))
+        ids = self._bench.spell(text) if sure else []
+        ends = np.cumsum(lengths[np.array(ids, dtype=np.int64)])
+        ids = [token for token, end in zip(ids, ends, strict=True) if end <= sure]
+        return [] if self._end_set.intersection(ids) else ids
 
-    def _only(self, mask: Bools) -> int | None:
+    def _beginning(self, left: NDArray[np.int64]) -> int | None:
         """The token that all that are left begin with: usually a byte."""
-        left = np.flatnonzero(mask)
         if not len(left):
             return None
         vocabulary = self._bench.vocabulary
         first = int(left[np.argmin(vocabulary.lengths[left])])
         beginning = vocabulary.tokens[first]
         return first if all(vocabulary.tokens[token].startswith(beginning) for token in left) else None
-
-    def _longer(self, mask: Bools, token: int) -> bool:
-        tokens = self._bench.vocabulary.tokens
-        beginning = tokens[token]
-        return any(
-            len(tokens[left]) > len(beginning) and tokens[left].startswith(beginning) for left in np.flatnonzero(mask)
-        )
