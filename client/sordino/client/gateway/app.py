@@ -170,12 +170,14 @@ class Gateway:
                 raise RangeError("n greedy answers would all be one: leave out n, or ask for a temperature above 0")
         # An answer of constant length has it also where nobody listens any more.
         job.stop_with((lambda: None) if options.fixed_length else generation.cancel)
-        if job.left and not options.fixed_length:
-            raise ApiError(503, "the gateway is closing, or the client has left", code="closing")
-        answers = generation.run()
-        if any(answer.finish == "cancelled" for answer in answers.answers):
+        answers = None if self._in_vain(job, options) else generation.run()
+        if answers is None or self._in_vain(job, options):
             raise ApiError(503, "the gateway is closing, or the client has left", code="closing")
         job.emit(_Done(answers, sum(len(one) for one in ids)))
+
+    @staticmethod
+    def _in_vain(job: Job, options: Options) -> bool:
+        return job.left and not options.fixed_length
 
     async def _lines(
         self, first: Piece | _Done, events: AsyncIterator[Any], reply: Reply, *, include_usage: bool
