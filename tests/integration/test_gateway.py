@@ -516,6 +516,8 @@ def test_it_is_refused_by_name(gateway: Gateway, case: str) -> None:
         ({"messages": [{"role": "user", "content": "x" * 1100}]}, "shorten"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
         ({"tools": [WEATHER, WEATHER]}, "one name"),
+        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "no room for calls"),
+        ({"tools": [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]}, "strict functions"),
         ({"tool_choice": "required"}, "goes with tools"),
     ],
 )
@@ -837,6 +839,10 @@ def test_the_command(hosted: ServerProcess, tmp_path: Path) -> None:
                     return client.chat.completions.create(model="gpt-4o", messages=ASK, max_tokens=2)
 
                 assert ask().usage.completion_tokens == 2
+                known = {**os.environ, "OPENAI_BASE_URL": str(client.base_url), "OPENAI_API_KEY": key}
+                example = [sys.executable, str(Path(__file__).parents[2] / "examples" / "openai_chat.py")]
+                printed = subprocess.run(example, env=known, capture_output=True, text=True, timeout=WAIT_S)
+                assert "CompletionUsage(" in printed.stdout, printed.stderr
                 hosted.kill()
                 with pytest.raises(openai.InternalServerError) as caught:
                     ask()

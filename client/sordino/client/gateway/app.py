@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -72,7 +73,7 @@ class Gateway:
 
     async def chat(self, request: Request) -> Response:
         asked = parse(ChatRequest, await _body(request))
-        self._check_model(asked.model)
+        self.check_model(asked.model)
         with _bad_requests():
             template = self.prompts.template
             choice, functions = asked.choice, [tool.function for tool in asked.tools or ()]
@@ -108,7 +109,7 @@ class Gateway:
 
     async def completions(self, request: Request) -> Response:
         asked = parse(CompletionRequest, await _body(request))
-        self._check_model(asked.model)
+        self.check_model(asked.model)
         with _bad_requests():
             options = asked.options()
             if len(asked.prompt) * options.n > MAX_ANSWERS:
@@ -214,7 +215,7 @@ class Gateway:
         mark = self.link.tokenizer.get_vocab().get("[TOOL_CALLS]") if dialect == "mistral" else None
         return Reader(dialect, names, mark if mark in self.link.tokenizer.all_special_ids else None)
 
-    def _check_model(self, name: str) -> None:
+    def check_model(self, name: str) -> None:
         if name != self.settings.model:
             text = f"there is one model here, {self.settings.model}: ask for it, or start the gateway with --name"
             raise ApiError(404, text, param="model", code="model_not_found")
@@ -244,8 +245,8 @@ def create_app(link: Connected, settings: Settings) -> tuple[FastAPI, Gateway]:
     """The routes, without the guard that has to stand before them."""
     gateway = Gateway(link, settings)
     # Nothing of FastAPI's own: pages that load scripts from elsewhere, and telemetry, which is told of bodies.
-    silent = dict.fromkeys(("tracing", "metrics", "logs", "operation_spans", "auto_configure"), False)
-    app = FastAPI(openapi_url=None, redirect_slashes=False, telemetry=silent)  # type: ignore[arg-type]
+    silent = TelemetryConfig(tracing=False, metrics=False, logs=False, operation_spans=False, auto_configure=False)
+    app = FastAPI(openapi_url=None, redirect_slashes=False, telemetry=silent)
     app.add_api_route("/v1/chat/completions", gateway.chat, methods=["POST"])
     app.add_api_route("/v1/completions", gateway.completions, methods=["POST"])
 
@@ -255,7 +256,7 @@ def create_app(link: Connected, settings: Settings) -> tuple[FastAPI, Gateway]:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        gateway._check_model(name)
+        gateway.check_model(name)
         return gateway.models()[0]
 
     @app.get("/healthz")

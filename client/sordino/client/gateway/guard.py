@@ -110,9 +110,9 @@ class Guard:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                have = {name.lower() for name, _ in message["headers"]}
+                have = {name.lower() for name, _ in message.get("headers", ())}
                 more = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
-                message["headers"] = [*message["headers"], *(item for item in more if item[0] not in have)]
+                message["headers"] = [*message.get("headers", ()), *(item for item in more if item[0] not in have)]
             await send(message)
 
         try:

@@ -296,6 +296,9 @@ class ChatRequest(Request):
             raise ValueError("tool_choice names a function that is not among the tools")
         if self.choice.mode == "auto" and any(tool.function.strict for tool in self.tools or ()):
             raise ValueError("strict functions go with a tool_choice that forces a call: the model is free otherwise")
+        formatted = self.response_format is not None and self.response_format.type != "text"
+        if names and self.choice.mode == "auto" and formatted:
+            raise ValueError("response_format leaves no room for calls: leave out tools, or say tool_choice")
         return self
 
     @property
