@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol, get_args
@@ -312,22 +311,27 @@ class _Bench:
         if backend is not None:
             self._encode = lambda text: list(backend.encode(text, add_special_tokens=False).ids)
         self._engines: dict[str, Engine] = {}
-        self._kept: OrderedDict[tuple[str, str, str], Callable[[], Matcher]] = OrderedDict()
+        self._kept: dict[tuple[str, str, str], Callable[[], Matcher]] = {}  # the oldest first
         self._lock = threading.Lock()
 
     def compiled(self, spec: GuideSpec, text: str) -> Callable[[], Matcher]:
         key = (spec.engine, spec.kind, text)
-        with self._lock:
-            if key not in self._kept:
-                if spec.engine not in self._engines:
-                    self._engines[spec.engine] = load_engine(spec.engine, self.vocabulary)
-                if spec.kind not in ("json", "choice"):  # these are small whatever they hold
-                    try_apart(spec.engine, spec.kind, text, self.vocabulary)
-                self._kept[key] = self._engines[spec.engine].compile(spec.kind, text)
-                if len(self._kept) > _KEPT:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(key)
-            return self._kept[key]
+        # Whoever asks for one that is there does not wait for another's.
+        found = self._kept.get(key)
+        if found is None:
+            with self._lock:
+                found = self._kept.get(key) or self._compile(spec, text)
+                self._kept[key] = found
+                while len(self._kept) > _KEPT:
+                    del self._kept[next(iter(self._kept))]
+        return found
+
+    def _compile(self, spec: GuideSpec, text: str) -> Callable[[], Matcher]:
+        if spec.engine not in self._engines:
+            self._engines[spec.engine] = load_engine(spec.engine, self.vocabulary)
+        if spec.kind not in ("json", "choice"):  # these are small whatever they hold
+            try_apart(spec.engine, spec.kind, text, self.vocabulary)
+        return self._engines[spec.engine].compile(spec.kind, text)
 
     def spell(self, text: bytes) -> list[int]:
         """As the tokenizer does, where that gives these very bytes; whole characters only."""
