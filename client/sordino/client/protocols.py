@@ -55,11 +55,15 @@ class MaskedProtocol:
     """u = x - r goes out, y = W u comes back, W x = y + W r (§4.3); every answer is checked (§4.4).
 
     After a failed check every later call raises the same error.
+
+    Args:
+        name: ``masked``, or ``auto`` where masks are also made just in time.
     """
 
-    name = "masked"
-
-    def __init__(self, connection: Connection, keeper: MaskSource, watch: Watch | None = None) -> None:
+    def __init__(
+        self, connection: Connection, keeper: MaskSource, watch: Watch | None = None, name: str = "masked"
+    ) -> None:
+        self.name = name
         self._stream = EvaluationStream(connection, pb.PROTOCOL_MASKED)
         self._keeper = keeper
         self._watch = watch or Watch()

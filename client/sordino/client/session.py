@@ -260,7 +260,7 @@ def connect(
             )
             if protocol == "auto":
                 keeper = AutoKeeper(pooled, JustInTime(connection, pooled.check, choices), fill=refill)
-            linear = MaskedProtocol(connection, keeper, watch)
+            linear = MaskedProtocol(connection, keeper, watch, protocol)
         attach(model, linear)
         # Before torch, too, whose own threads a forked child would wait for.
         model.register_forward_pre_hook(lambda *_: connection.owner.check())

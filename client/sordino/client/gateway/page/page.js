@@ -8,11 +8,13 @@ const GONE = "The gateway does not answer. Is `sordino gateway` still running on
 
 const NOTES = {
   masked: "Every row leaves this machine under a mask that is used once.",
+  auto: "Every row leaves this machine under a mask that is used once. Where none is left, it is made just in time.",
   rlwe: "Every row leaves this machine encrypted. Choose this only for a server that follows the protocol.",
   clear: "Nothing is hidden: the server sees every row as it is. This protocol is for tests.",
 };
 const WELCOME = {
   masked: "What you write stays on this machine. The server computes on rows that it cannot read.",
+  auto: "What you write stays on this machine. The server computes on rows that it cannot read.",
   rlwe: "What you write stays on this machine. The server computes on ciphertexts.",
   clear: "Nothing is hidden with this protocol: the server can read what you write from the rows it gets.",
 };
