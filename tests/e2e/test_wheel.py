@@ -77,7 +77,14 @@ def test_metadata(wheel: Path) -> None:
     requirements = metadata.get_all("Requires-Dist") or []
     for package in SERVER_ONLY:
         assert all("extra == 'server'" in text for text in requirements if text.startswith(package))
-    assert set(metadata.get_all("Provides-Extra") or []) == {"client", "server", "split", "peers"}
+    assert set(metadata.get_all("Provides-Extra") or []) == {
+        "client",
+        "gateway",
+        "guides",
+        "peers",
+        "server",
+        "split",
+    }
 
 
 @pytest.mark.parametrize(("side", "other"), [("client", "server"), ("server", "client")])
