@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  || { echo "Sordino needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt pip hatchling editables
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[client,gateway,server,split]' --group dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[client,gateway,guides,server,split]' --group dev
 	@touch $@
 
 $(PROTO_STAMP): proto/requirements.txt
