@@ -95,7 +95,7 @@ _SPECULATED, _MASKED, _PLAIN, _LOOKED_UP = "speculated", "masked", "plain", "tra
 _WARM_TOKENS: Final = 8
 # Through the relay every pass takes as long, drafts or not: so many tell what one without drafts takes.
 _FAR_TOKENS: Final = 16
-_ROWS_A_TOKEN: Final = 6  # masks laid in before an answer, so that none are made during it
+_ROWS_A_TOKEN: Final = 4  # masks laid in before an answer, so that none are made during it
 
 
 @dataclass(slots=True)
@@ -248,6 +248,7 @@ def run_speculation(
         "most_tokens": tokens,
         "repeats": repeats,
         "transformers_lookup": _LOOKUP,
+        "load_average": {"before": _load()},
         "note": "ratios are medians of those of each repeat, in which all ways take turns; masks a token are those of "
         "decoding, those of the prompt come to prompt_tokens once",
     }
@@ -273,6 +274,7 @@ def run_speculation(
                 result["speculation_rtt"] = measure(address, 1, far=True)
             for figures in result["speculation_rtt"].values():
                 figures["rtt_ms"] = rtt_ms
+    result["load_average"]["after"] = _load()
     if json_path:
         json_path.write_text(json.dumps(result, indent=1) + "\n")
     _show(result, console)
@@ -387,6 +389,11 @@ class _Bench:
         session = self._link.session
         steps = {f"time.{step}": seconds for step, seconds in session.timings.items()}
         return steps | {"server_cpu": cpu_seconds(self._server), "client_cpu": cpu_seconds(self._me)}
+
+
+def _load() -> float:
+    """Processes that wanted a processor, on average of five minutes; far above 2, others than these did, too."""
+    return round(psutil.getloadavg()[1], 1)
 
 
 def _ratio(over: Sequence[float], under: Sequence[float]) -> float:
