@@ -110,6 +110,7 @@ class PageStream:
         self._connection.owner.check()
         with self._turn():
             self._collect()
+            self._check_open()
             call = self._call
             if epoch != self.epoch or call is None:
                 raise KvEvictedError("the pages of this KV cache are gone from the server: start the answer anew")
@@ -148,15 +149,18 @@ class PageStream:
             attempt()
         except (TransportError, ValueError) as error:  # the latter is gRPC's, of a call on a channel that was closed
             interrupts.check()
-            if self._closed:
-                raise SessionLostError("the session is closed") from None
+            self._check_open()
             if isinstance(error, ValueError):
                 raise
             raise KvEvictedError(f"the stream that held this KV cache broke: start the answer anew ({error})") from None
 
+    def _check_open(self) -> None:
+        """The connection may have been closed first, by the session's end or a failed check."""
+        if self._closed or self._connection.closed:
+            raise SessionLostError("the session is closed") from None
+
     def _stream(self) -> Call[pb.AttendResponse]:
-        if self._closed:
-            raise SessionLostError("the session is closed")
+        self._check_open()
         if self._call is None:
             self._outgoing = queue.SimpleQueue()
             self._call = self._connection.open_attention(iter(self._outgoing.get, None))

@@ -271,6 +271,10 @@ class Connection:
             # Connected or not, the next attempt says so by itself.
             log.debug("probe: %s", error)
 
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
     def close(self) -> None:
         """Ends all calls, in whichever thread they wait, and all retrying. May be called again.
 
