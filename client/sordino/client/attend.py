@@ -35,6 +35,8 @@ F32 = NDArray[np.float32]
 # Products of more are cut, so that both sides work at the same time.
 _MESSAGE_BYTES: Final = 2 << 20
 _SPARE_BYTES: Final = 256  # of a message, for what stands beside the ciphertexts
+# Encrypted ahead of the server's answers: all queries of a long turn at once are gigabytes.
+_UNDER_WAY: Final = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -184,23 +186,28 @@ class PageStream:
             self._outgoing.put(message)
             sent.append((message.id, number))
 
+        def read() -> None:
+            start = time.perf_counter()
+            answer = next_answer(call, self._watchdog)
+            timings.lap("attention wait", start)
+            expected, number = sent.popleft()
+            if answer.id != expected:
+                raise IntegrityError("the server answered out of order")
+            traffic.count("attention", down=answer.ByteSize())
+            timings["attention server"] = timings.get("attention server", 0.0) + answer.compute_us / 1e6
+            if number >= 0:
+                receive(number, answer)
+
         try:
             if self._gone:
                 gone, self._gone = self._gone, []
                 send(pb.AttendRequest(drop=pb.PageDrop(pages=gone)), -1)
             for number, message in enumerate(messages):
+                if len(sent) >= _UNDER_WAY:
+                    read()
                 send(message, number)
             while sent:
-                start = time.perf_counter()
-                answer = next_answer(call, self._watchdog)
-                timings.lap("attention wait", start)
-                expected, number = sent.popleft()
-                if answer.id != expected:
-                    raise IntegrityError("the server answered out of order")
-                traffic.count("attention", down=answer.ByteSize())
-                timings["attention server"] = timings.get("attention server", 0.0) + answer.compute_us / 1e6
-                if number >= 0:
-                    receive(number, answer)
+                read()
         except BaseException:
             self._hang_up()
             raise
