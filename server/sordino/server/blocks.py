@@ -37,6 +37,7 @@ class Wanted:
 @dataclass(slots=True)
 class _Kept:
     planes: list[Any]
+    norm: float  # the largest of a block
     size: int
     used: float
 
@@ -83,6 +84,7 @@ class BlockProducts:
             if kept is not None:
                 kept.used = time.monotonic()
         if kept is not None:
+            _check_norm(wanted, kept.norm)  # which may have been kept for answers that bear more
             yield from kept.planes
             return
         shape = wanted.part.shape
@@ -91,11 +93,12 @@ class BlockProducts:
         most = _MOST_A_WEIGHT * matrix.planes * shape.in_features * shape.out_features
         keep = not wanted.transposed and size <= most and self._make_room(size)
         step = shape.outputs * (shape.output_blocks if keep else max(1, _POLYNOMIALS // shape.input_blocks))
-        planes = []
+        planes, norm = [], 0.0
         for plane in _planes(matrix, wanted):
             for first in range(0, shape.out_features, step):
                 weights = np.ascontiguousarray(plane[first : first + step])
-                _check_norms(wanted, weights)
+                norm = max(norm, _largest_norm(wanted, weights))
+                _check_norm(wanted, norm)
                 some = replace(shape, out_features=weights.shape[0])
                 encoded = self._kernel.encode(weights, some)
                 if keep:
@@ -103,7 +106,7 @@ class BlockProducts:
                 yield encoded
         if keep:
             with self._lock:
-                self._kept[key] = _Kept(planes, size, time.monotonic())
+                self._kept[key] = _Kept(planes, norm, size, time.monotonic())
 
     def _make_room(self, size: int) -> bool:
         with self._lock:
@@ -125,9 +128,12 @@ def _planes(matrix: RingMatrix, wanted: Wanted) -> Iterator[I8]:
         yield plane.T if wanted.transposed else plane
 
 
-def _check_norms(wanted: Wanted, weights: I8) -> None:
+def _largest_norm(wanted: Wanted, weights: I8) -> float:
     """A coefficient of the answer carries the noise of all weights of its block (§5.1)."""
     squares = np.einsum("ij,ij->i", weights, weights, dtype=np.float64)
     starts = np.arange(0, weights.shape[0], wanted.part.shape.outputs)
-    largest = float(np.sqrt(np.add.reduceat(squares, starts).max()))
-    PARAMS.check_norm(f"number {wanted.group}", largest, wanted.bits)
+    return float(np.sqrt(np.add.reduceat(squares, starts).max()))
+
+
+def _check_norm(wanted: Wanted, norm: float) -> None:
+    PARAMS.check_norm(f"number {wanted.group}", norm, wanted.bits)
