@@ -135,7 +135,7 @@ class SordinoService(pb_grpc.SordinoServicer):
         with path.open("rb") as file:
             file.seek(request.offset)
             offset = request.offset
-            while data := file.read(BUNDLE_CHUNK_BYTES):
+            while data := file.read(min(BUNDLE_CHUNK_BYTES, self._limits.max_message_bytes)):
                 yield pb.FileChunk(offset=offset, data=data)
                 offset += len(data)
 
