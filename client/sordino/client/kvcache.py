@@ -143,6 +143,9 @@ class EncryptedLayer(CacheLayerMixin):  # type: ignore[misc]
             raise RangeError(
                 f"the cache goes back to token {self.start}, or to the end of a page of {self.tokens}, not to {length}"
             )
+        reached = 0 if self.window is None else max(0, length - self.window + 1) // self.tokens
+        if any(None in row[reached:left] for row in self.pages):
+            raise RangeError(f"at token {length} the sliding window would reach back to pages that were let go")
         self.pages = [row[:left] for row in self.pages]
         self.keys, self.values = (x[:, :, : max(0, length - self.start)] for x in (self.keys, self.values))
         self.start, self.length = min(self.start, left * self.tokens), length
