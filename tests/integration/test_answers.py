@@ -12,6 +12,7 @@ from pairs import Pair, open_pair
 
 from sordino.client import Connected
 from sordino.client.answers import Answers, Generation
+from sordino.client.guide import GuideSpec
 from sordino.client.options import Options
 from sordino.client.protocols import ClearProtocol, MaskedProtocol
 from sordino.client.terminal import encode_prompt
@@ -47,6 +48,9 @@ class Oracle:
 
     def __init__(self, truth: Sequence[int], prompt: int, right: int) -> None:
         self.truth, self.prompt, self.right = truth, prompt, right
+
+    def evidence(self, ids: Sequence[int]) -> int:
+        return 3
 
     def propose(self, ids: Sequence[int], most: int) -> list[int]:
         ahead = list(self.truth[len(ids) - self.prompt :][:most])
@@ -268,6 +272,22 @@ def test_an_answer_of_fixed_length_goes_on_unseen(pair: Pair) -> None:
     assert len(calls) == 2 * TOKENS
     assert (answer.finish, answer.stop) == ("stop", stop)
     assert answer.text == whole.answers[0].text.split(stop)[0]
+
+
+def test_forced_tokens_have_a_pass_each_in_an_answer_of_fixed_length(pair: Pair) -> None:
+    """Else the number of passes would tell how many were forced."""
+    guide = GuideSpec(kind="choice", value=["a long text without a choice", "a long text without a chance"])
+    calls: list[int] = []
+    hook = pair.clear.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        free = run(pair.clear, guide=guide, end_ids=None, max_tokens=40)
+        jumped = len(calls)
+        fixed = run(pair.clear, guide=guide, end_ids=None, max_tokens=40, fixed_length=True)
+    finally:
+        hook.remove()
+    assert fixed.answers == free.answers
+    assert jumped < len(ids(free))
+    assert len(calls) - jumped == 40
 
 
 def test_padding_hides_lengths_and_changes_no_count(pair: Pair) -> None:

@@ -287,7 +287,7 @@ class Generation:
         if options.speculate in ("draft", "mixed") and self.draft_model is None:
             raise RangeError(f"speculate={options.speculate!r} needs a draft model")
         if options.guide is not None:
-            self._guide = compile_guide(options.guide, self.link)
+            self._guide = compile_guide(options.guide, self.link, self._end_ids())
         lengths = self.inputs["attention_mask"].sum(dim=1).tolist()
         self._rows = [self._row(int(length)) for length in lengths for _ in range(options.n)]
 
@@ -378,7 +378,8 @@ class Generation:
 
     def _speculator(self, settings: GenerationConfig) -> Speculator | None:
         options, source = self.options, self._source(settings)
-        forced = self._guide is not None and self._guide.forces and len(self._rows) == 1
+        # In an answer of fixed length every token has a pass of its own: their number would tell what was forced.
+        forced = self._guide is not None and self._guide.forces and len(self._rows) == 1 and not options.fixed_length
         if source is None and not forced:
             return None
         room, guide = settings.max_length, self._guide if forced else None

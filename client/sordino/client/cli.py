@@ -87,6 +87,16 @@ def generate(
     regex: Annotated[
         str | None, typer.Option(help="Expression that the answer matches.", rich_help_panel=_CHOICE)
     ] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="One of the possible answers; may be repeated.", rich_help_panel=_CHOICE)
+    ] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="File with a grammar (EBNF) that the answer matches.", rich_help_panel=_CHOICE)
+    ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(help="xgrammar, llguidance, outlines, lm-format-enforcer.", rich_help_panel=_CHOICE),
+    ] = "xgrammar",
     speculate: Annotated[
         str, typer.Option(help="off, ngram, draft, mixed: several tokens in a round.", rich_help_panel=_ROWS)
     ] = "off",
@@ -121,7 +131,7 @@ def generate(
         beams=beams,
         n=n,
         stop=tuple(stop or ()),
-        guide=_guide(json_schema, regex),
+        guide=_guide(engine, json_schema=json_schema, regex=regex, choice=choice, grammar=grammar),
         speculate=cast("Speculation", speculate),
         draft_tokens=draft_tokens,
         fixed_drafts=fixed_drafts,
@@ -164,20 +174,23 @@ def generate(
             )
 
 
-def _guide(json_schema: Path | None, regex: str | None) -> GuideSpec | None:
+def _guide(engine: str, **said: Any) -> GuideSpec | None:
+    """What an answer must match, by the one of the options that was given."""
     from sordino.client.guide import GuideSpec
 
-    if json_schema is not None and regex is not None:
-        raise RangeError("an answer matches --json-schema or --regex, not both")
-    if regex is not None:
-        return GuideSpec(kind="regex", value=regex)
-    if json_schema is None:
-        return None
-    try:
-        return GuideSpec(kind="json_schema", value=json_schema.read_text("utf-8"))
-    except (OSError, ValueError) as error:  # the latter of bytes that are not UTF-8, or a name with a NUL
-        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise RangeError(f"--json-schema {json_schema} cannot be read: {why}") from None
+    given = {name: value for name, value in said.items() if value}
+    if len(given) > 1:
+        raise RangeError(f"an answer matches one of --{', --'.join(given).replace('_', '-')}, not all")
+    for kind, value in given.items():
+        if not isinstance(value, Path):
+            return GuideSpec(kind=cast("Any", kind), value=value, engine=cast("Any", engine))
+        try:
+            text = value.read_text("utf-8")
+        except (OSError, ValueError) as error:  # the latter of bytes that are not UTF-8, or a name with a NUL
+            why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise RangeError(f"--{kind.replace('_', '-')} {value} cannot be read: {why}") from None
+        return GuideSpec(kind=cast("Any", kind), value=text, engine=cast("Any", engine))
+    return None
 
 
 def _standard_input() -> str:
