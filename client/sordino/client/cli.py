@@ -1,4 +1,4 @@
-"""Commands of the user: ``sordino generate``, ``provision``, ``bench`` and ``audit``."""
+"""Commands of the user: ``sordino generate``, ``provision``, ``batch``, ``gateway``, ``bench`` and ``audit``."""
 
 from __future__ import annotations
 
