@@ -11,7 +11,7 @@ import torch
 from pairs import Pair, open_pair
 
 from sordino.client import Connected
-from sordino.client.answers import Answers, Generation
+from sordino.client.answers import Answers, Generation, Piece
 from sordino.client.guide import GuideSpec
 from sordino.client.options import Options
 from sordino.client.protocols import ClearProtocol, MaskedProtocol
@@ -250,6 +250,21 @@ def test_leaving_the_loop_cancels(pair: Pair) -> None:
     assert 0 < len(answer.tokens) < 50
 
 
+def test_a_cancel_while_a_piece_is_handed_on_ends_the_answer_after_the_next(pair: Pair) -> None:
+    """Its last piece comes, and says why."""
+    pieces: list[Piece] = []
+    made = generation(pair.clear, max_tokens=50)
+
+    def hand_on(piece: Piece) -> None:
+        pieces.append(piece)
+        made.cancel()
+
+    made.on_piece = hand_on
+    [answer] = made.run().answers
+    assert (answer.finish, pieces[-1].finish) == ("cancelled", "cancelled")
+    assert "".join(piece.text for piece in pieces) == answer.text
+
+
 def test_errors_reach_whoever_reads_the_pieces(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RangeError("no product today")
@@ -334,6 +349,8 @@ def test_what_no_option_can_mean_is_refused_before_anything_is_sent(pair: Pair) 
     for options in ({"speculate": "ngram"}, {"beams": 2}):
         with pytest.raises(RangeError, match="one prompt at a time"):
             Generation(pair.clear, two, Options(**options))
+    with pytest.raises(RangeError, match="2 greedy answers"):
+        generation(pair.clear, n=2)
     with pytest.raises(RangeError, match="token 300"):
         generation(pair.clear, logit_bias={300: 1.0})
     assert pair.clear.session.traffic.up == sent

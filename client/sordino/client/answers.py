@@ -192,22 +192,21 @@ class _Follow(StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         del scores
+        cancelled = self._cancelled.is_set()  # looked at once: it may be set while a piece is handed on
         new = input_ids[:, self._read :].tolist()
         for number, (row, tokens) in enumerate(zip(self._rows, new, strict=True)):
             finished = row.finish
             for place, token in enumerate(tokens, self._read):
                 if not row.finish:
                     row.push(token, self._record.take(number, place, token) if self._record else None)
-            if self._cancelled.is_set():
+            if cancelled:
                 row.cancel()
             if not finished and self._on_piece and (piece := row.take(number)):
                 self._on_piece(piece)
         self._read = input_ids.shape[1]
         if self._record:
             self._record.forget(self._read)
-        ends = [row.finish is not None and not self._to_the_end for row in self._rows]
-        if self._cancelled.is_set():
-            ends = [True] * len(ends)
+        ends = [cancelled or (row.finish is not None and not self._to_the_end) for row in self._rows]
         return torch.tensor(ends, device=input_ids.device)
 
 

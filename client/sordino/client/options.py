@@ -158,6 +158,8 @@ class Options:
         drawn = bool(config.do_sample) if self.temperature is None else self.temperature > 0
         drawn = drawn and self.beams == 1
         settings["do_sample"] = drawn
+        if self.n > 1 and not drawn and self.beams == 1:
+            raise RangeError(f"{self.n} greedy answers would be the same one: give a temperature, or beams")
         settings |= _SAMPLING
         if drawn:
             for name, default in _SAMPLING.items():

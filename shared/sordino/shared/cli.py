@@ -55,7 +55,14 @@ def build() -> typer.Typer:
 
 
 # Which extra brings what, where it is one alone.
-_EXTRAS: Final = {"gguf": "split", "grpc_health": "server", "grpc_reflection": "server", "platformdirs": "client"}
+_EXTRAS: Final = {
+    "fastapi": "gateway",
+    "gguf": "split",
+    "grpc_health": "server",
+    "grpc_reflection": "server",
+    "platformdirs": "client",
+    "uvicorn": "gateway",
+}
 
 
 def main() -> None:

@@ -167,8 +167,6 @@ class Gateway:
             generation = Generation(
                 self.link, inputs, options, draft_model=self.settings.draft_model, on_piece=job.emit
             )
-            if options.n > 1 and not generation.settings["do_sample"]:
-                raise RangeError("n greedy answers would all be one: leave out n, or ask for a temperature above 0")
         # An answer of constant length has it also where nobody listens any more.
         job.stop_with((lambda: None) if options.fixed_length else generation.cancel)
         answers = None if self._in_vain(job, options) else generation.run()
