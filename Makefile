@@ -14,7 +14,7 @@ PROTOC := $(PROTO_VENV)/bin/python -m grpc_tools.protoc -Iproto
 MODEL := .demo/SmolLM2-135M-Instruct.Q4_1.gguf
 BUNDLE := .demo/bundle
 PYTEST := $(BIN)/python -m pytest
-SOURCES := client server shared tests examples bench
+SOURCES := client server shared tests examples bench notebooks
 BENCH_JSON ?= build/bench/decode.json
 
 .DEFAULT_GOAL := help

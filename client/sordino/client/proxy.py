@@ -43,6 +43,9 @@ _OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.so_reuseport", 0),
+    # Clients ask once a minute whether it is there; gRPC would take that for an attack.
+    ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
+    ("grpc.keepalive_permit_without_calls", 1),
 ]
 
 
