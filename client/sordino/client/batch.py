@@ -24,6 +24,7 @@ import torch
 from sordino.client.answers import Answer, Generation
 from sordino.client.chat import render
 from sordino.client.guide import GuideSpec
+from sordino.client.interrupts import interrupts
 from sordino.client.options import MAX_DRAFT, Options
 from sordino.client.provision import plan_batch
 from sordino.client.sampling import row_keys
@@ -245,10 +246,11 @@ class AnswersFile:
         """Adds lines for good: when this returns, they are on the disk."""
         whole = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
         left = memoryview(whole)
-        while left:
-            left = left[os.write(self._file.fileno(), left) :]
-        os.fsync(self._file.fileno())
-        self._done |= {json.dumps(record["id"]): record["model"] for record in records}
+        with interrupts:  # or what is written might not be counted
+            while left:
+                left = left[os.write(self._file.fileno(), left) :]
+            os.fsync(self._file.fileno())
+            self._done |= {json.dumps(record["id"]): record["model"] for record in records}
 
     def _lock(self) -> None:
         try:
@@ -440,18 +442,20 @@ def run_batch(
 
     calls = plan_calls(left, rows, exact=exact)
     _announce(link, len(lines), len(left), calls, batch, console)
-    done = len(lines) - len(left)
+
+    def done() -> int:
+        return len(lines) - len(answers.left())
+
     try:
         with progress_bar("answers") as progressed:
-            progressed(done, len(lines))
+            progressed(done(), len(lines))
             for call in calls:
                 answers.append(call.run(link, draft_model))
-                done += len(call.lines)
-                progressed(done, len(lines))
+                progressed(done(), len(lines))
     except (SordinoError, OSError, KeyboardInterrupt):
-        console.print(f"{done} of {len(lines)} answered: the same command goes on from there", highlight=False)
+        console.print(f"{done()} of {len(lines)} answered: the same command goes on from there", highlight=False)
         raise
-    console.print(f"{done} of {len(lines)} answered", highlight=False)
+    console.print(f"{done()} of {len(lines)} answered", highlight=False)
 
 
 def _encode(
