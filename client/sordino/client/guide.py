@@ -74,7 +74,7 @@ class GuideSpec:
     def __post_init__(self) -> None:
         if self.kind not in get_args(GuideKind):
             raise RangeError(f"a guide is {', '.join(get_args(GuideKind))}; not {str(self.kind)[:40]!r}")
-        if self.engine not in KINDS:
+        if self.engine not in tuple(KINDS):  # of anything, such as a list out of JSON
             raise RangeError(f"the engine of a guide is {', '.join(KINDS)}; not {str(self.engine)[:40]!r}")
         if self.kind not in KINDS[self.engine]:
             able = ", ".join(engine for engine, kinds in KINDS.items() if self.kind in kinds)

@@ -83,7 +83,7 @@ class Options:
     def __post_init__(self) -> None:
         self._whole("max_tokens", 1)
         self._whole("min_tokens", 0, self.max_tokens)
-        if self.temperature != 0:
+        if self.temperature != 0 or self.temperature is False:
             self._number("temperature", _COLDEST, _HOTTEST, instead="0, for greedy, or ")
         self._whole("top_k", 0)
         self._number("top_p", 0, 1, above=True)
@@ -99,11 +99,16 @@ class Options:
         self._whole("pad_prompt", 1, 1 << 20)
         self._texts("stop", MAX_STOPS)
         self._texts("bad_words", 1000)
-        for token, bias in self.logit_bias.items():
+        biases = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else [(None, None)]
+        for token, bias in biases:
             if not _is_whole(token) or not _is_number(bias) or not -100 <= bias <= 100:
                 raise RangeError("logit_bias gives numbers from -100 to 100 by token, which is a whole number")
-        if self.end_ids is not None and not all(_is_whole(token) and token >= 0 for token in self.end_ids):
+        ends = self.end_ids if self.end_ids is not None else ()
+        if not isinstance(ends, tuple) or not all(_is_whole(token) and token >= 0 for token in ends):
             raise RangeError("end_ids are tokens: whole numbers, 0 or more")
+        for name in ("fixed_drafts", "fixed_length"):
+            if not isinstance(getattr(self, name), bool):
+                raise RangeError(f"{name} is true or false")
         if self.speculate not in get_args(Speculation):
             raise RangeError(f"speculate is {', '.join(get_args(Speculation))}; not {str(self.speculate)[:40]!r}")
         self._check_together()
@@ -164,17 +169,24 @@ class Options:
         if drawn:
             for name, default in _SAMPLING.items():
                 values = (getattr(self, name), getattr(config, name, None), default)
-                settings[name] = next((value for value in values if value is not None), None)
+                value: Any = next((value for value in values if value is not None), None)
+                # transformers refuses a whole number where it wants a fraction.
+                settings[name] = float(value) if _is_whole(value) and name != "top_k" else value
         if self.repetition_penalty is not None:
-            settings["repetition_penalty"] = self.repetition_penalty
+            settings["repetition_penalty"] = float(self.repetition_penalty)
+        size = link.model.get_input_embeddings().weight.shape[0]
         if self.end_ids is not None:
-            settings["eos_token_id"] = list(self.end_ids)
+            if beyond := [token for token in self.end_ids if token >= size]:
+                raise RangeError(f"end_ids names token {_shown(beyond[0])}, the model has {size}")
+            ends = list(dict.fromkeys(self.end_ids))
+            if self.beams > 1 and len(ends) == size:
+                raise RangeError("end_ids are all tokens of the model: beams need one that ends nothing")
+            settings["eos_token_id"] = ends
         if self.bad_words:
             settings["bad_words_ids"] = _spellings(link, self.bad_words)
         if self.logit_bias:
-            size = link.model.get_input_embeddings().weight.shape[0]
             if beyond := [token for token in self.logit_bias if not 0 <= token < size]:
-                raise RangeError(f"logit_bias names token {beyond[0]}, the model has {size}")
+                raise RangeError(f"logit_bias names token {_shown(beyond[0])}, the model has {size}")
             settings["sequence_bias"] = [[[token], float(bias)] for token, bias in self.logit_bias.items()]
         return settings
 
@@ -184,7 +196,7 @@ class Options:
             return
         if not _is_whole(value) or value < lowest or (highest is not None and value > highest):
             upto = f" to {highest}" if highest is not None else " up"
-            raise RangeError(f"{name} is a whole number from {lowest}{upto}, not {str(value)[:40]}")
+            raise RangeError(f"{name} is a whole number from {lowest}{upto}, not {_shown(value)}")
 
     def _number(self, name: str, lowest: float, highest: float, *, above: bool = False, instead: str = "") -> None:
         value = getattr(self, name)
@@ -192,7 +204,7 @@ class Options:
             return
         if not _is_number(value) or not lowest <= value <= highest or (above and value == lowest):
             start = "above" if above else "from"
-            raise RangeError(f"{name} is {instead}a number {start} {lowest:g} to {highest:g}, not {str(value)[:40]}")
+            raise RangeError(f"{name} is {instead}a number {start} {lowest:g} to {highest:g}, not {_shown(value)}")
 
     def _texts(self, name: str, most: int) -> None:
         texts = getattr(self, name)
@@ -200,6 +212,10 @@ class Options:
             raise RangeError(f"{name} takes texts that are not empty")
         if len(texts) > most or any(len(text) > MAX_STOP_CHARACTERS for text in texts):
             raise RangeError(f"{name} takes at most {most} texts of {MAX_STOP_CHARACTERS} characters")
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError:
+            raise RangeError(f"{name} has halves of characters") from None
 
 
 def _is_whole(value: object) -> bool:
@@ -208,6 +224,14 @@ def _is_whole(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _shown(value: object) -> str:
+    """The beginning of a value; Python does not write out whole numbers of thousands of digits."""
+    try:
+        return str(value)[:40]
+    except ValueError:
+        return "a number of thousands of digits"
 
 
 def _spellings(link: Connected, words: tuple[str, ...]) -> list[list[int]]:
