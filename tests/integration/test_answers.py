@@ -225,7 +225,10 @@ def test_each_row_stops_by_itself(pair: Pair) -> None:
 # -- what comes, and when ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"speculate": "ngram"}, {"stop": ("e",)}, {"n": 2, "temperature": 1.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"speculate": "ngram"}, {"stop": ("e",)}, {"n": 2, "temperature": 1.0}, {"beams": 3, "n": 2}],
+)
 def test_pieces_add_up_to_the_answers(pair: Pair, options: dict[str, Any]) -> None:
     """Case 3.6: text and tokens of all pieces are those of the answer; each row ends once, in its last piece."""
     made = generation(pair.clear, **options)
@@ -263,6 +266,22 @@ def test_a_cancel_while_a_piece_is_handed_on_ends_the_answer_after_the_next(pair
     [answer] = made.run().answers
     assert (answer.finish, pieces[-1].finish) == ("cancelled", "cancelled")
     assert "".join(piece.text for piece in pieces) == answer.text
+
+
+def test_a_cancel_ends_a_beam_search_after_the_pass_under_way(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = generation(pair.clear, beams=2, n=2, max_tokens=50)
+    forward, passes = type(pair.clear.model).forward, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        passes.append(1)
+        if len(passes) == 3:
+            made.cancel()
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(type(pair.clear.model), "forward", counted)
+    answers = made.run().answers
+    assert [(answer.finish, len(answer.tokens)) for answer in answers] == [("cancelled", 3)] * 2
+    assert len(passes) == 3
 
 
 def test_errors_reach_whoever_reads_the_pieces(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +322,13 @@ def test_forced_tokens_have_a_pass_each_in_an_answer_of_fixed_length(pair: Pair)
     assert fixed.answers == free.answers
     assert jumped < len(ids(free))
     assert len(calls) - jumped == 40
+
+
+def test_whole_numbers_do_where_transformers_wants_fractions(pair: Pair) -> None:
+    """JSON has no other way to say 2.0 for many who write it."""
+    whole = run(pair.clear, temperature=2, top_p=1, min_p=0, repetition_penalty=2, seed=1)
+    parts = run(pair.clear, temperature=2.0, top_p=1.0, min_p=0.0, repetition_penalty=2.0, seed=1)
+    assert whole.answers == parts.answers
 
 
 def test_padding_hides_lengths_and_changes_no_count(pair: Pair) -> None:
@@ -353,4 +379,8 @@ def test_what_no_option_can_mean_is_refused_before_anything_is_sent(pair: Pair) 
         generation(pair.clear, n=2)
     with pytest.raises(RangeError, match="token 300"):
         generation(pair.clear, logit_bias={300: 1.0})
+    with pytest.raises(RangeError, match="end_ids names token 300"):
+        generation(pair.clear, end_ids=(1, 300))
+    with pytest.raises(RangeError, match="end_ids are all tokens"):
+        generation(pair.clear, beams=2, end_ids=tuple(range(300)))
     assert pair.clear.session.traffic.up == sent

@@ -210,6 +210,17 @@ class _Follow(StoppingCriteria):  # type: ignore[misc]
         return torch.tensor(ends, device=input_ids.device)
 
 
+class _Cancel(StoppingCriteria):  # type: ignore[misc]
+    """Ends every beam as it is."""
+
+    def __init__(self, cancelled: threading.Event) -> None:
+        self._cancelled = cancelled
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        del scores
+        return torch.full(input_ids.shape[:1], self._cancelled.is_set(), device=input_ids.device)
+
+
 class _Steered:
     """The model to ``transformers``' loops, with what they have no argument for: drafts of ours, and a prompt that goes
     through once however many answers, or beams, it gets. Each of its rows costs a mask.
@@ -250,7 +261,7 @@ class Generation:
         inputs: ``input_ids`` and ``attention_mask``, ``[prompts, columns]``, padded on the left.
         draft_model: for ``speculate`` of ``draft`` and ``mixed``. keys: of the rows' draws, where they are not to be
             made from ``options.seed``.
-        on_piece: called with every piece, in the thread of :meth:`run`.
+        on_piece: called with every piece, in the thread of :meth:`run`; a beam search has none before its end.
 
     Raises:
         RangeError: options that do not fit the model or the prompts.
@@ -308,17 +319,23 @@ class Generation:
             for row, ids in zip(self._rows, out[:, self._prompt :].tolist(), strict=True):
                 for token in ids:
                     row.push(token)
+                if self._cancelled.is_set():
+                    row.cancel()
                 row.finish = row.finish or "length"
         return Answers([row.answer() for row in self._rows], self._counts)
 
     def __iter__(self) -> Iterator[Piece]:
-        """Runs in a thread of its own and gives the pieces as they come; leaving the loop cancels."""
+        """Runs in a thread of its own and gives the pieces as they come, those of beams at the end; leaving the loop
+        cancels."""
         queue: SimpleQueue[Piece | BaseException | None] = SimpleQueue()
         self.on_piece = queue.put
 
         def work() -> None:
             try:
                 self.run()
+                if self.options.beams > 1:  # what the answers are shows at the end
+                    for number, row in enumerate(self._rows):
+                        queue.put(row.take(number))
                 queue.put(None)
             except BaseException as error:  # raised again by whoever reads
                 queue.put(error)
@@ -352,9 +369,8 @@ class Generation:
         speculator = self._speculator(generation_config)
         steered: Any = _Steered(model, max(options.beams, options.n), speculator)
         if options.beams > 1:
-            return loops._beam_search(
-                steered, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
-            )
+            criteria = StoppingCriteriaList([*stopping_criteria, _Cancel(self._cancelled)])
+            return loops._beam_search(steered, input_ids, logits_processor, criteria, generation_config, **kwargs)
         record = Record(options.logprobs) if options.logprobs is not None else None
         if record:
             logits_processor.insert(0, record)
