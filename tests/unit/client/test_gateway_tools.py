@@ -52,6 +52,9 @@ CASES: list[tuple[Dialect, str, str, Called]] = [
     ("hermes", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', "=", []),
     ("hermes", '<tool_call>{"name": "time", "arguments": [1]}</tool_call>', "=", []),
     ("hermes", "<tool_call></tool_call>", "=", []),
+    ("hermes", '<tool_call>{"name": "time", "arguments": {"a": "\\ud800"}}</tool_call>', "=", []),  # half a character
+    ("hermes", '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call>', "=", []),  # which is no JSON
+    ("llama", '{"name": "time", "parameters": {"a": 1e999}}', "=", []),
     ("llama", LLAMA_OSLO, "", BOTH[:1]),
     ("llama", f"  {LLAMA_OSLO}; {NOW}", "  ", BOTH),
     ("llama", f"<|python_tag|>{LLAMA_OSLO}", "", BOTH[:1]),

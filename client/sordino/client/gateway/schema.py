@@ -7,7 +7,6 @@ every name that it does not know.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
@@ -99,11 +98,12 @@ class Message(_Strict):
         said.pop("annotations", None)
         for call in said.get("tool_calls", ()):
             try:
-                call["function"]["arguments"] = arguments = json.loads(call["function"]["arguments"] or "{}")
+                arguments = pydantic_core.from_json(call["function"]["arguments"] or "{}", allow_inf_nan=False)
             except ValueError:
                 arguments = None
             if not isinstance(arguments, dict):
                 raise RangeError(f"the arguments of the call {call['id'][:40]!r} are not a JSON object")
+            call["function"]["arguments"] = arguments
         return said
 
 

@@ -143,11 +143,13 @@ class Reader:
             return []
         try:
             found = {"hermes": _hermes, "mistral": _mistral, "llama": _llama, "forced": _llama}[self._dialect](text)
+            written = [json.dumps(arguments, ensure_ascii=False, allow_nan=False) for _, arguments in found]
+            "".join(written).encode()  # fails for halves of characters, which no answer could carry
         except (ValueError, KeyError, TypeError, RecursionError):
             return []
         if not all(name in self._names and isinstance(arguments, dict) for name, arguments in found):
             return []
-        return [Call(_call_id(), name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in found]
+        return [Call(_call_id(), name, arguments) for (name, _), arguments in zip(found, written, strict=True)]
 
 
 def _hermes(text: str) -> list[tuple[str, Any]]:
