@@ -23,6 +23,7 @@ import openai
 import pytest
 from openai import OpenAI
 from pairs import InProcessServer
+from rich.console import Console
 from stack import ServerProcess
 
 from sordino.client import Connected, connect
@@ -33,6 +34,7 @@ from sordino.client.gateway.run import Server, bind
 from sordino.client.proxy import RecordingProxy
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.server.split import split_model
+from sordino.shared.errors import RangeError
 
 KEY = "sk-sordino-" + "k" * 43
 MODEL = "tiny"
@@ -443,6 +445,14 @@ def test_a_conversation_with_tools(tools: Gateway) -> None:
     assert '"name": "weather"' in prompt
     tools.say(tools=[WEATHER], tool_choice="none")
     assert "weather" not in tools.link.tokenizer.decode(Watched.made[-1].inputs["input_ids"][0])
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "{", '{"a":' * 5000, '{"a": NaN}', '{"a": "\\ud800"}'])
+def test_arguments_that_are_no_object(gateway: Gateway, arguments: str) -> None:
+    """Of a call that the client says there was; deep ones end no answer."""
+    call = {"id": "abc", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    with pytest.raises(openai.BadRequestError, match="arguments of the call 'abc' are not a JSON object"):
+        gateway.say(messages=[*ASK, {"role": "assistant", "tool_calls": [call]}])
 
 
 def test_a_template_without_tools_or_none_at_all(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -866,7 +876,6 @@ def test_the_command(hosted: ServerProcess, tmp_path: Path) -> None:
 )
 def test_where_it_does_not_listen(arguments: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from sordino.client.cli import gateway as command
-    from sordino.shared.errors import RangeError
 
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         value = arguments[1].replace("{taken}", str(taken.getsockname()[1]))
@@ -874,3 +883,11 @@ def test_where_it_does_not_listen(arguments: tuple[str, ...], text: str, monkeyp
         # Nothing is sent to the server before: there is none.
         with pytest.raises(RangeError, match=text):
             command("grpc://127.0.0.1:9", **chosen)
+
+
+def test_a_port_that_another_program_takes_meanwhile(gateway: Gateway, tmp_path: Path) -> None:
+    """Two may bind it, as long as neither listens."""
+    with bind("127.0.0.1", 0) as ours, bind("127.0.0.1", ours.getsockname()[1]) as other:
+        other.listen()
+        with pytest.raises(RangeError, match="cannot be had: Address already in use: choose another with --port"):
+            run.serve(gateway.link, ours, tmp_path / "key", Settings(model=MODEL), Console(), None)

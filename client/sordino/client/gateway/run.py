@@ -101,8 +101,12 @@ def bind(host: str, port: int) -> socket.socket:
         opened.bind((host, port))
     except OSError as error:
         opened.close()
-        raise RangeError(f"port {port} of {host} cannot be had: {error.strerror}: choose another with --port") from None
+        raise _taken(host, port, error) from None
     return opened
+
+
+def _taken(host: str, port: int, error: OSError) -> RangeError:
+    return RangeError(f"port {port} of {host} cannot be had: {error.strerror}: choose another with --port")
 
 
 def serve(
@@ -112,15 +116,21 @@ def serve(
 
     Args:
         opened: of :func:`bind`. port_file: the port is written here when the gateway answers.
+
+    Raises:
+        RangeError: another program listens on the port meanwhile.
     """
     key, (host, port) = read_key(key_file), opened.getsockname()[:2]
     server = Server(link, settings, key=key, port=port)
+    try:
+        opened.listen(_CONNECTIONS)
+    except OSError as error:  # two may bind a port as long as neither listens
+        raise _taken(host, port, error) from None
     server.gateway.prompts.renderer.start()
     _introduce(console, f"[{host}]" if ":" in host else host, port, key, key_file, settings.model)
     # uvicorn raises the signal again when all is done: that is the end this process wants anyway.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    opened.listen(_CONNECTIONS)
     if port_file:
         port_file.write_text(str(port))
     server.run(sockets=[opened])
