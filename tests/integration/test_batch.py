@@ -299,6 +299,9 @@ def refused(*arguments: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
         ('{"prompt": "secret", "logit_bias": [1]}', "logit_bias is an object"),
         ('{"prompt": "secret", "end_ids": 3}', "end_ids is a list"),
         ('{"prompt": "secret", "guide": {"value": 1}}', "guide is an object with a kind"),
+        ('{"prompt": "secret", "guide": {"kind": "json", "engine": []}}', "the engine of a guide is"),
+        ('{"prompt": "secret", "logit_bias": {"' + "1" * 5000 + '": 1}}', "logit_bias is an object"),
+        ('{"prompt": "secret", "bad_words": ["\\ud800"]}', "bad_words has halves of characters"),
         ('{"prompt": "secret", "beams": 2, "n": 3}', "2 beams do not give 3 answers"),
         ('{"prompt": "secret"', "it is not JSON: Expecting ',' delimiter at character 20"),
         ('{"prompt": "secret", "prompt": "two"}', "a field is there twice"),
@@ -377,7 +380,7 @@ def test_what_the_model_does_not_take_is_named_before_anything_is_sent(clear: Co
 
 
 def record_of(line: Any, model: str = "m") -> dict[str, Any]:
-    return {"id": line.id, "digest": line.digest, "model": model, "answers": []}
+    return {"id": line.id, "line": line.number, "answers": [], "digest": line.digest, "model": model}
 
 
 @pytest.fixture
@@ -432,6 +435,8 @@ def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, lines: list[A
         ("notes", "out line 1 is no answer of sordino batch: use another --out"),
         ("notes\n", "out line 1 is no answer"),
         (good + '{"prompt"', "out line 2 is no answer"),
+        ('{"id": "a", "prompt": "the only line of a file of prompts"}', "out line 1 is no answer"),
+        ('{"id": "z", "line": 1, "ans', "out line 1 is no answer"),
         (good + "[1]\n", "out line 2 is no answer"),
         (good + good, 'out line 2 answers id "a" again'),
         (json.dumps(record_of(lines[0]) | {"id": "b"}) + "\n", 'line 1 answers id "b", which is not among the prompts'),

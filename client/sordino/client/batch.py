@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from sordino.client.session import Connected
 
 _OPTIONS: Final = frozenset(item.name for item in fields(Options))
-_START: Final = b'{"id": '  # of every line of answers
 _MOST_PADDING: Final = 0.25  # of a call's prompt tokens: each costs a mask
 
 
@@ -171,7 +170,7 @@ def options_of(said: Mapping[str, Any]) -> Options:
     if not isinstance(values.get("end_ids", []), list):
         raise RangeError("end_ids is a list of tokens")
     bias, guide = values.get("logit_bias", {}), values.get("guide", {"kind": "json"})
-    if not isinstance(bias, dict) or not all(str(token).isdecimal() for token in bias):
+    if not isinstance(bias, dict) or not all(str(token).isdecimal() and len(str(token)) < 20 for token in bias):
         raise RangeError("logit_bias is an object with numbers by token")
     if not isinstance(guide, dict) or not {"kind"} <= set(guide) <= {item.name for item in fields(GuideSpec)}:
         raise RangeError("guide is an object with a kind and its value; it may name an engine")
@@ -244,7 +243,7 @@ class AnswersFile:
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Adds lines for good: when this returns, they are on the disk."""
-        whole = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
+        whole = b"".join(_text(record) + b"\n" for record in records)
         left = memoryview(whole)
         with interrupts:  # or what is written might not be counted
             while left:
@@ -268,7 +267,9 @@ class AnswersFile:
         for number, text in enumerate(whole, 1):
             self._take(number, text)
         if torn:
-            if torn[: len(_START)] != _START[: len(torn)]:
+            # Nothing but what began as an answer to one of these prompts is ever cut off.
+            heads = (b'{"id": %s, "line": ' % _text(line.id) for line in self._lines.values())
+            if not any(torn[: len(head)] == head[: len(torn)] for head in heads):
                 raise self._foreign(len(whole) + 1)
             # What a killed process had written of its last call. Its prompts are answered again.
             self._file.truncate(sum(len(text) + 1 for text in whole))
@@ -305,6 +306,10 @@ class AnswersFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def _text(said: Any) -> bytes:
+    return json.dumps(said, ensure_ascii=False).encode()
 
 
 @dataclass(slots=True)
@@ -361,7 +366,7 @@ def _pad_left(inputs: dict[str, torch.Tensor], columns: int) -> dict[str, torch.
 
 
 def _record(line: Line, answers: Sequence[Answer], model: str) -> dict[str, Any]:
-    """What is written: ``id`` first, by which a torn line is known."""
+    """What is written: ``id`` and ``line`` first, by which a torn line is known."""
     completion = sum(len(answer.tokens) for answer in answers)
     prompt = answers[0].prompt_tokens
     return {
