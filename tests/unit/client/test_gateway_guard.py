@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import threading
 from collections.abc import Callable
@@ -61,6 +62,7 @@ def _open(path: Path) -> None:
         (_open, "chmod 600"),
         (lambda path: path.mkdir(mode=0o700), "cannot be used|must be yours"),
         (_link, "cannot be used"),
+        (lambda path: os.mkfifo(path, 0o600), "must be yours"),  # and nobody waits for who writes to it
         (lambda path: path.touch(0o600), "holds no key"),
         (lambda path: (path.touch(0o600), path.write_text("secret")), "holds no key"),
         (lambda path: (path.touch(0o600), path.write_bytes(b"\xff" * 50)), "holds no key"),

@@ -70,9 +70,10 @@ def read_key(path: Path) -> str:
                     os.link(staged.temp, path)
             finally:
                 staged.discard()
-        with open(open_private(path, os.O_RDONLY), "rb") as file:
+        # Of a pipe, the opening would wait for a writer, and the reading for what it writes.
+        with open(open_private(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             state = os.fstat(file.fileno())
-            text = file.read(1000).decode("ascii", "replace").strip()
+            text = file.read(1000).decode("ascii", "replace").strip() if stat.S_ISREG(state.st_mode) else ""
     except (OSError, ValueError) as error:  # the latter of a name with a NUL
         why = getattr(error, "strerror", None) or error
         raise AuthError(f"the key file {path} cannot be used: {why}") from None
