@@ -597,7 +597,9 @@ def _answer(request: dict[str, Any]) -> tuple[int, str]:
     _limit_to(request["cpu_s"])
     try:
         start = engine.compile(request["kind"], request["value"])
-        possible = all(_answers(start, vocabulary.lengths))
+        # No JSON is empty: xgrammar says so of bounds with nothing between them.
+        empty = request["kind"] == "json_schema" and start().complete()
+        possible = not empty and all(_answers(start, vocabulary.lengths))
     except MemoryError:
         return _TOO_MUCH, ""
     except RecursionError:

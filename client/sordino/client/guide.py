@@ -47,6 +47,8 @@ MAX_CHARACTERS: Final = 1 << 16  # of a schema, a pattern, a grammar, or all cho
 MAX_CHOICES: Final = 1000
 MAX_DEPTH: Final = 64  # of lists and objects in a schema, one inside the other
 _MAX_FORCED_BYTES: Final = 1024  # looked ahead; what is forced may have no end
+_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_MOST_EXACT: Final = 1 << 53
 _KEPT: Final = 32  # compiled guides of a tokenizer
 # What is not regular, or is passed over by one library or another, in patterns. Escapes and classes are read first.
 _PATTERN_PARTS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?:|\(\?|[\^$]", re.DOTALL)
@@ -210,6 +212,7 @@ def _schema(value: Any, engine: str) -> str:
             raise RangeError("$ref in a json_schema begins with '#': nothing is fetched")
         if isinstance(part.get("pattern"), str):
             _pattern(part["pattern"])
+        _check_numbers(part, engine)
         if known is not None and (unknown := sorted(set(part) - known)):
             raise RangeError(f"{engine} does not enforce {unknown[0][:40]!r} of a json_schema: leave it out")
         if engine in ("outlines", "lm-format-enforcer"):
@@ -217,6 +220,20 @@ def _schema(value: Any, engine: str) -> str:
     if engine == "outlines" and _is_recursive(schema):
         raise RangeError("outlines cuts a json_schema that refers to itself: take another engine")
     return json.dumps(schema, ensure_ascii=False)
+
+
+def _check_numbers(part: Mapping[str, Any], engine: str) -> None:
+    """Numbers that the libraries read as another: all as floats, and xgrammar bounds as six decimals."""
+    bounds = [part[name] for name in _BOUNDS if name in part]
+    listed = part.get("enum")
+    exact = [part.get("const"), *(listed if isinstance(listed, list) else ())]
+    for number in (*bounds, *exact):
+        if isinstance(number, int | float) and abs(number) > _MOST_EXACT:
+            raise RangeError(
+                f"numbers in a json_schema are from -{_MOST_EXACT} to {_MOST_EXACT}, where floats are exact"
+            )
+    if engine == "xgrammar" and any(isinstance(bound, float) and round(bound, 6) != bound for bound in bounds):
+        raise RangeError("xgrammar takes six decimals of a bound in a json_schema: leave out the rest")
 
 
 def _check_simple(part: Mapping[str, Any], engine: str) -> None:

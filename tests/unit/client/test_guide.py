@@ -340,6 +340,11 @@ def test_what_nothing_matches_or_means_nothing_is_one_line(link: Any, kind: str,
         ("lm-format-enforcer", {"const": '"'}, "does not escape"),
         ("lm-format-enforcer", {"type": ["string", "null"], "maxLength": 3}, "use anyOf"),
         ("llguidance", {"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ("llguidance", {"type": "integer", "minimum": 10**30, "maximum": 10**40}, "where floats are exact"),
+        ("llguidance", {"items": {"const": (1 << 53) + 1}}, "where floats are exact"),
+        ("llguidance", {"enum": [1, 1 << 54]}, "where floats are exact"),
+        ("xgrammar", {"type": "number", "minimum": 1e-7}, "six decimals"),
+        ("xgrammar", {"type": "number", "exclusiveMinimum": 1e-6, "exclusiveMaximum": 2e-6}, "nothing that the model"),
     ],
 )
 def test_what_an_engine_would_pass_over_is_refused(link: Any, engine: str, schema: Any, text: str) -> None:
