@@ -694,6 +694,26 @@ def test_an_end_in_the_middle_of_answers(target: str, tmp_path: Path) -> None:
         assert "closing" in str(waiting[0])
 
 
+def test_an_end_before_a_body_has_come(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(run, "_LAST_S", 1)
+    with linked(target, tmp_path) as gateway:
+        connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=WAIT_S)
+        with closing(connection):
+            connection.putrequest("POST", "/v1/chat/completions")
+            connection.putheader("authorization", f"Bearer {KEY}")
+            connection.putheader("content-type", "application/json")
+            connection.putheader("content-length", "100")
+            connection.endheaders(b"{")
+            until(lambda: gateway.server.server_state.tasks)
+            gateway.server.should_exit = True
+            answer = connection.getresponse()
+            assert (answer.status, json.loads(answer.read())["error"]["code"]) == (503, "closing")
+    assert not any(record.exc_info for record in caplog.records)
+
+
 # -- who may ask -----------------------------------------------------------------------------------------------------
 
 BODY = json.dumps({"model": MODEL, "messages": ASK, "max_tokens": 1}).encode()

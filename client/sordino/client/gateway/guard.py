@@ -8,6 +8,7 @@ across sites, and never get leave: there are no CORS headers.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import logging
@@ -121,6 +122,11 @@ class Guard:
             await self._app(scope, receive, guarded)
         except ApiError as fault:
             await JSONResponse(fault.body, fault.status, fault.headers)(scope, receive, guarded)
+        except asyncio.CancelledError:  # the gateway ends, and would not wait longer: for a body, say
+            if begun:
+                raise
+            closing = ApiError(503, "the gateway is closing", code="closing")
+            await JSONResponse(closing.body, closing.status, closing.headers)(scope, receive, guarded)
         except Exception as error:
             # Whatever logs it otherwise would log its text, too, which may hold part of a prompt.
             log.error(
