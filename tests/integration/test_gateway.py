@@ -648,14 +648,15 @@ def test_the_server_goes_in_the_middle_of_a_stream(target: str, tmp_path: Path) 
         assert gateway.raw("GET", "/healthz")[:2] == (200, {"status": "ok"})
 
 
-def test_a_failed_check_ends_it_for_good(target: str, tmp_path: Path) -> None:
-    def lie(method: str, direction: str, index: int, raw: bytes) -> bytes:
-        if (method, direction) != ("Evaluate", "down") or index < 1:
-            return raw
-        answer = pb.EvaluateResponse.FromString(raw)
-        answer.data = bytes([answer.data[0] ^ 1]) + answer.data[1:]
-        return answer.SerializeToString()
+def lie(method: str, direction: str, index: int, raw: bytes) -> bytes:
+    if (method, direction) != ("Evaluate", "down") or index < 1:
+        return raw
+    answer = pb.EvaluateResponse.FromString(raw)
+    answer.data = bytes([answer.data[0] ^ 1]) + answer.data[1:]
+    return answer.SerializeToString()
 
+
+def test_a_failed_check_ends_it_for_good(target: str, tmp_path: Path) -> None:
     masked = {"protocol": "masked", "pool": tmp_path / "pool", "state_dir": tmp_path / "state", "batch": 64}
     with RecordingProxy(target) as proxy, linked(proxy.target, tmp_path, masked) as gateway:
         assert gateway.raw("GET", "/healthz")[0] == 200
@@ -668,6 +669,20 @@ def test_a_failed_check_ends_it_for_good(target: str, tmp_path: Path) -> None:
         status, health, _ = gateway.raw("GET", "/healthz")
         assert (status, health["status"]) == (503, "failed")
         assert health["reason"]
+
+
+def test_a_failed_check_that_nobody_waits_for(target: str, tmp_path: Path) -> None:
+    """An answer of fixed length goes on when its client has left."""
+    masked = {"protocol": "masked", "pool": tmp_path / "pool", "state_dir": tmp_path / "state", "batch": 64}
+    with RecordingProxy(target) as proxy, linked(proxy.target, tmp_path, masked) as gateway:
+        Watched.go.clear()
+        stream = gateway.say(stream=True, max_tokens=20, extra_body={"fixed_length": True})
+        next(iter(stream))
+        stream.close()
+        proxy.tamper = lie
+        Watched.go.set()
+        until(lambda: not gateway.server.gateway.desk.working)
+        assert gateway.raw("GET", "/healthz")[0] == 503
 
 
 def test_an_end_in_the_middle_of_answers(target: str, tmp_path: Path) -> None:

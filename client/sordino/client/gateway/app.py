@@ -154,7 +154,7 @@ class Gateway:
                 while not stream and not isinstance(first, _Done):
                     first = await anext(events)
         except Exception as error:
-            raise self._noted(error) from None
+            raise fault_of(error) from None
         if not stream:
             return JSONResponse(reply.whole(first.answers, first.prompt_tokens))
         return _Stream(job, self._lines(first, events, reply, include_usage=include_usage))
@@ -169,7 +169,11 @@ class Gateway:
             )
         # An answer of constant length has it also where nobody listens any more.
         job.stop_with((lambda: None) if options.fixed_length else generation.cancel)
-        answers = None if self._in_vain(job, options) else generation.run()
+        try:
+            answers = None if self._in_vain(job, options) else generation.run()
+        except IntegrityError as error:  # the session is over, whether or not anybody waits to be told
+            self.failure = f"{error}; nothing more is sent to this server: start the gateway anew if you trust it still"
+            raise
         if answers is None or self._in_vain(job, options):
             raise ApiError(503, "the gateway is closing, or the client has left", code="closing")
         job.emit(_Done(answers, sum(len(one) for one in ids)))
@@ -193,12 +197,7 @@ class Gateway:
                 yield _line(reply.last_chunk(event.answers, event.prompt_tokens))
             yield "data: [DONE]\n\n"
         except Exception as error:
-            yield _line(self._noted(error).body)
-
-    def _noted(self, error: Exception) -> ApiError:
-        if isinstance(error, IntegrityError):  # the session is over
-            self.failure = f"{error}; nothing more is sent to this server: start the gateway anew if you trust it still"
-        return fault_of(error)
+            yield _line(fault_of(error).body)
 
     def _of_reply(self) -> dict[str, Any]:
         tokenizer = self.link.tokenizer
