@@ -140,6 +140,7 @@ def _summary(private: dict[str, Any], seen: list[bytes], equal: bool) -> None:
     ):
         table.add_row(label, value)
     console.print(table)
+    console.print("next: .venv/bin/sordino serve .demo/bundle", highlight=False)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ client = OpenAI(
 model = client.models.list().data[0].id  # or the --name that the gateway was started with
 
 answer = client.chat.completions.create(model=model, messages=[{"role": "user", "content": prompt}], max_tokens=64)
-print(answer.choices[0].message.content)
-print(answer.usage)
+print("whole:   ", answer.choices[0].message.content)
+print("tokens:  ", answer.usage.completion_tokens)
 
 stream = client.chat.completions.create(
     model=model,
@@ -29,6 +29,7 @@ stream = client.chat.completions.create(
     max_tokens=64,
     stream=True,
 )
+print("streamed: ", end="")
 for chunk in stream:
     print(chunk.choices[0].delta.content or "", end="", flush=True)
 print()

@@ -176,7 +176,7 @@ def test_temperatures_that_mean_nothing_are_refused(opinionated: str, run: Run, 
 
 def test_settings_of_the_repository_send_no_control_sequences(link: Connected) -> None:
     link.model.generation_config.cache_implementation = "\x1b]0;pwned\x07"
-    assert "cache_implementation= ]0;pwned " in cli._effective(link, Options(max_tokens=4).settings(link, 1))
+    assert "cache_implementation= ]0;pwned " in cli._effective(link, Options(max_tokens=4).settings(link, 1), Options())
 
 
 def test_a_model_without_settings_of_its_own_is_greedy(gpt2: str, run: Run) -> None:

@@ -62,6 +62,7 @@ def generate(
     attention: Annotated[
         str, typer.Option(help="local, or rlwe: full pages of the KV cache go to the server, encrypted.")
     ] = "local",
+    wait: Annotated[float, typer.Option(help="Seconds that the server may be away.", min=0)] = 60,
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer; it also ends at the model's last position.", min=1)
     ] = 256,
@@ -139,7 +140,7 @@ def generate(
         fixed_length=fixed_length,
     )
     how: dict[str, Any] = {"ca": ca, "token_file": token_file, "pool": pool, "seal": seal, "batch": batch}
-    how |= {"fingerprint": fingerprint, "protocol": protocol, "attention": attention}
+    how |= {"fingerprint": fingerprint, "protocol": protocol, "attention": attention, "retry_s": wait}
     # No batch in the background: it would be cut short, and its traffic lost, at the end of the answer.
     with connected(server, **how, low_water=0, refill=protocol != "auto") as link:
         from sordino.client.answers import Generation
@@ -149,7 +150,8 @@ def generate(
         screen = Screen(stream=n == 1 and beams == 1)
         draft = load_draft_model(draft_model) if draft_model else None
         generation = Generation(link, inputs, options, draft_model=draft, on_piece=screen.show)
-        console.print(_effective(link, generation.settings), style="dim", highlight=False, markup=False)
+        effective = _effective(link, generation.settings, options)
+        console.print(effective, style="dim", highlight=False, markup=False, soft_wrap=True)
         if show_ids:
             ids = inputs["input_ids"][0].tolist()
             console.print(f"prompt ids: {ids}", style="dim", highlight=False, markup=False)
@@ -162,9 +164,15 @@ def generate(
             f"[dim]{screen.summary()} · {(after[0] - before[0]) / 1e6:.1f} MB up · "
             f"{(after[1] - before[1]) / 1e6:.1f} MB down"
             + (f" · {masks} masks left" if masks is not None and protocol == "masked" else "")
+            + (
+                " · masks made just in time (`sordino provision` makes them ahead)"
+                if protocol == "auto" and not masks
+                else ""
+            )
             + (" · [red]nothing was hidden[/]" if protocol == "clear" else "")
             + "[/]",
             highlight=False,
+            soft_wrap=True,
         )
         if (counts := answers.speculation) and counts.drafted:
             console.print(
@@ -446,15 +454,25 @@ def audit_wire(
 
 # What changes nothing where nothing is drawn.
 _ONLY_SAMPLING: Final = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+_JUST_IN_TIME: Final = " · masks made just in time (`sordino provision` makes them ahead)"
 # What a generation_config.json may say without changing which tokens are chosen.
 _SILENT: Final = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "max_length", "transformers_version",
                   "use_cache", "output_attentions", "output_hidden_states", "_from_model_config"}  # fmt: skip
 
 
-def _effective(link: Connected, settings: dict[str, Any]) -> str:
+def _effective(link: Connected, settings: dict[str, Any], options: Options) -> str:
     """One line on how tokens are chosen, whoever asked for it."""
     values = link.model.generation_config.to_diff_dict() | settings
     hidden = _SILENT if settings["do_sample"] else _SILENT | _ONLY_SAMPLING
     hidden |= {name for name in ("num_beams", "num_return_sequences") if values[name] == 1}
-    shown = ", ".join(f"{name}={value}" for name, value in values.items() if name not in hidden and value is not None)
-    return printable(f"{'sampled' if settings['do_sample'] else 'greedy'}: {shown}")
+    shown = {name: value for name, value in values.items() if name not in hidden and value is not None}
+    chosen = {name: getattr(options, name) for name in ("seed", "stop", "draft_tokens", "fixed_drafts", "fixed_length")}
+    shown |= {name: value for name, value in chosen.items() if value not in (None, (), False)}
+    if options.speculate != "off":
+        shown["speculate"] = options.speculate
+    if options.guide is not None:
+        shown["guide"] = f"{options.guide.kind} by {options.guide.engine}"
+    if options.pad_prompt > 1:
+        shown["pad_prompt"] = options.pad_prompt
+    text = ", ".join(f"{name}={value}" for name, value in shown.items())
+    return printable(f"{'sampled' if settings['do_sample'] else 'greedy'}: {text}")

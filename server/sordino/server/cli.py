@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -65,7 +66,9 @@ def split(
         remote_head=remote_head,
         rounding=rounding.value,
     )
-    Console().print(report.table())
+    console = Console()
+    console.print(report.table())
+    console.print(f"to host it: sordino serve {escape(shlex.quote(str(out)))}", highlight=False, soft_wrap=True)
 
 
 def serve(

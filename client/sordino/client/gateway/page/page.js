@@ -319,7 +319,7 @@ function show(seen) {
   if (size === null) {
     put("sent-size", `${count.format(elements)} values`);
     put("correlation", correlation === null ? "–" : correlation.toFixed(3));
-    put("chance", `1: the same row; chance alone: about ±${(1 / Math.sqrt(elements)).toFixed(3)}`);
+    put("chance", `1: the same row; chance alone: within ±${(2 / Math.sqrt(elements)).toFixed(2)}, 19 times of 20`);
   } else {
     put("sent-size", `${count.format(levels(shown.sent).length)} of ${count.format(size)} bytes`);
     put("correlation", "–");
