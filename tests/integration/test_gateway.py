@@ -874,6 +874,7 @@ def test_the_command(hosted: ServerProcess, tmp_path: Path) -> None:
             assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
             key, said = key_file.read_text().strip(), log.read_text()
             assert str(key_file) in said
+            assert "provisioning 64 tokens" in said
             assert key not in said
             curl = next(line for line in said.splitlines() if "curl" in line)
             shown = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=WAIT_S)

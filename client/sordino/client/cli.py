@@ -336,6 +336,8 @@ def gateway(
         if error.name not in ("fastapi", "starlette", "uvicorn"):
             raise
         raise SordinoError("the gateway needs an extra: pip install 'sordino[client,gateway]'") from None
+    from sordino.client.provision import plan_batch
+    from sordino.client.session import describe_plan
     from sordino.client.speculate import load_draft_model
 
     draft = load_draft_model(draft_model) if draft_model else None
@@ -349,6 +351,13 @@ def gateway(
             queue=queue,
             draft_model=draft,
         )
+        if protocol == "auto" and not link.session.masks_left:
+            plan = describe_plan(plan_batch(link.session.manifest, batch, checks=0))
+            console.print(
+                f"slower until there are masks, which are made beside the first answer: {plan}",
+                highlight=False,
+                soft_wrap=True,
+            )
         serve(link, opened, key_file or default_key_file(), settings, console, port_file)
 
 
