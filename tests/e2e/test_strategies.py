@@ -54,7 +54,8 @@ def test_masked_answers_are_those_in_clear(links: dict[str, Connected], strategy
     options = STRATEGIES[strategy]
     masked, clear = run(links["masked"], **options), run(links["clear"], **options)
     assert masked.answers == clear.answers
-    assert masked.speculation == clear.speculation
+    if "draft_tokens" in options:  # left out, their number follows measured times
+        assert masked.speculation == clear.speculation
     assert masked.answers[0].tokens
 
 
