@@ -153,7 +153,7 @@ def test_where_memory_cannot_be_limited_the_other_limits_hold(monkeypatch: pytes
         limited.append(kind)
 
     monkeypatch.setattr(resource, "setrlimit", setrlimit)
-    chat._limit_to(1)
+    chat.limit_to(1)
     assert limited == [resource.RLIMIT_CPU, resource.RLIMIT_CORE]
 
 

@@ -197,7 +197,8 @@ def _no_python(why: str) -> SordinoError:
     )
 
 
-def _limit_to(cpu_s: int) -> None:
+def limit_to(cpu_s: int) -> None:
+    """Leaves this process so many seconds more of the processor, and :data:`MEMORY_BYTES` more memory."""
     import psutil
 
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -222,7 +223,7 @@ def _answer(line: bytes) -> int:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     request = json.loads(line)
-    _limit_to(request["cpu_s"])
+    limit_to(request["cpu_s"])
     try:
         [text], _ = render_jinja_template(**request["asked"])
         if len(text) > request["limit"]:
@@ -244,7 +245,7 @@ def main() -> None:
     """What the other process does: a line of its standard input is a request, a line of its output the reply: a mark,
     the text in JSON if there is one, a mark, and the exit code of the process that was forked for it.
     """
-    import psutil  # noqa: F401  (what _limit_to and _answer want: loaded once)
+    import psutil  # noqa: F401  (what limit_to and _answer want: loaded once)
     from transformers.utils import chat_template_utils  # noqa: F401
 
     out = sys.stdout.buffer

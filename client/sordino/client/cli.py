@@ -30,6 +30,10 @@ Batch = Annotated[int, typer.Option(help="Masks (tokens) made at a time, a multi
 Seal = Annotated[
     bool, typer.Option("--seal", help="Ask for a passphrase that seals the pool (or set SORDINO_PASSPHRASE).")
 ]
+ProtocolOption = Annotated[str, typer.Option(help="masked, auto (starts at once), rlwe, clear (for tests).")]
+AttentionOption = Annotated[
+    str, typer.Option(help="local, or rlwe: full pages of the KV cache go to the server, encrypted.")
+]
 
 
 def add(app: typer.Typer) -> None:
@@ -58,10 +62,8 @@ def generate(
     seal: Seal = False,
     batch: Batch = 2048,
     fingerprint: Fingerprint = None,
-    protocol: Annotated[str, typer.Option(help="masked, auto (starts at once), rlwe, clear (for tests).")] = "masked",
-    attention: Annotated[
-        str, typer.Option(help="local, or rlwe: full pages of the KV cache go to the server, encrypted.")
-    ] = "local",
+    protocol: ProtocolOption = "masked",
+    attention: AttentionOption = "local",
     wait: Annotated[float, typer.Option(help="Seconds that the server may be away.", min=0)] = 60,
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer; it also ends at the model's last position.", min=1)
@@ -249,10 +251,8 @@ def answer_batch(
     seal: Seal = False,
     batch: Batch = 2048,
     fingerprint: Fingerprint = None,
-    protocol: Annotated[str, typer.Option(help="masked, auto (starts at once), rlwe, clear (for tests).")] = "masked",
-    attention: Annotated[
-        str, typer.Option(help="local, or rlwe: full pages of the KV cache go to the server, encrypted.")
-    ] = "local",
+    protocol: ProtocolOption = "masked",
+    attention: AttentionOption = "local",
     rows: Annotated[
         int, typer.Option("--batch-rows", help="Prompts of similar length that go together.", min=1, max=1024)
     ] = 8,
@@ -308,9 +308,7 @@ def gateway(
     protocol: Annotated[
         str, typer.Option(help="auto (starts at once, then fills the pool), masked, rlwe, clear (for tests).")
     ] = "auto",
-    attention: Annotated[
-        str, typer.Option(help="local, or rlwe: full pages of the KV cache go to the server, encrypted.")
-    ] = "local",
+    attention: AttentionOption = "local",
     host: Annotated[str, typer.Option(help="127.0.0.1 or ::1.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
     key_file: Annotated[

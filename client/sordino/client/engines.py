@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sordino.client.chat import MEMORY_BYTES, limit_to
 from sordino.shared.errors import RangeError, SordinoError, printable
 
 GuideKind = Literal["json", "json_schema", "regex", "choice", "grammar"]
@@ -36,7 +36,6 @@ KINDS: Final[Mapping[str, tuple[GuideKind, ...]]] = {
 }
 ANY_OBJECT: Final = '{"type": "object"}'
 CPU_S = 10
-MEMORY_BYTES: Final = 1 << 30
 _WALL_S: Final = 120  # a machine under load has little processor time to give
 _TRIED_TOKENS: Final = 48  # of each of two answers
 _REFUSED, _IMPOSSIBLE, _TOO_MUCH = 3, 4, 5  # exit codes
@@ -536,25 +535,6 @@ def _no_python(why: str) -> SordinoError:
     return SordinoError(f"a guide is tried in a Python of its own, which cannot be started here ({why})")
 
 
-def _limit_to(cpu_s: int) -> None:
-    import psutil
-
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    limits = {
-        resource.RLIMIT_CPU: int(usage.ru_utime + usage.ru_stime) + cpu_s,
-        resource.RLIMIT_AS: psutil.Process().memory_info().vms + MEMORY_BYTES,
-        resource.RLIMIT_CORE: 0,  # a dump would hold the schema
-    }
-    for kind, value in limits.items():
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        try:
-            resource.setrlimit(kind, (value, value))
-        except (OSError, ValueError):
-            if kind != resource.RLIMIT_AS:  # which macOS does not always have
-                raise
-
-
 class _Absent(ModuleType):
     """A module whose names are there and do nothing."""
 
@@ -594,7 +574,7 @@ def _answer(request: dict[str, Any]) -> tuple[int, str]:
     vocabulary = Vocabulary(tuple(token.encode("latin-1") for token in request["tokens"]))
     _without_torch(request["engine"])
     engine = load_engine(request["engine"], vocabulary)
-    _limit_to(request["cpu_s"])
+    limit_to(request["cpu_s"])
     try:
         start = engine.compile(request["kind"], request["value"])
         # No JSON is empty: xgrammar says so of bounds with nothing between them.
