@@ -69,12 +69,11 @@ def neighbours(rows: int, n: int, m: int, bits: int) -> Iterator[tuple[Part, ...
         chosen = plan(rows, n, m, prices=next(p for p in prices(mbit * 125_000) if p.bits == bits))
         for factor in (1.0, *_NEIGHBOURS):
             inputs = min(room, n, max(1, round(chosen[0].shape.inputs * factor)))
-            inputs = -(-n // -(-n // inputs))
-            if inputs in seen:
-                continue
-            seen.add(inputs)
-            shape = BlockShape(rows, inputs, max(1, room // inputs), n, m)
-            yield chosen if factor == 1.0 else (Part(slice(0, n), slice(0, m), shape),)
+            for size in {-(-n // -(-n // inputs)), 1 << (inputs.bit_length() - 1)} - seen:
+                seen.add(size)
+                shape = BlockShape(rows, size, max(1, room // size), n, m)
+                whole = (Part(slice(0, n), slice(0, m), shape),)
+                yield chosen if factor == 1.0 and size == chosen[0].shape.inputs else whole
 
 
 def measure(name: str, rows: int, parts: tuple[Part, ...], bits: int, matrix: RingMatrix, repeats: int) -> Measured:
@@ -105,18 +104,20 @@ def measure(name: str, rows: int, parts: tuple[Part, ...], bits: int, matrix: Ri
 
 
 def fit(measured: list[Measured]) -> dict[str, float]:
-    """Microseconds for an encrypted block, an answered one (whole, switched), a pair of blocks, and a message."""
+    """Microseconds for an encrypted block, an answered one (whole, switched, folded), a pair of them, and a message."""
     counts, seconds = [], []
     for one in measured:
         blocks_in = sum(part.shape.input_blocks for part in one.parts)
         blocks_out = sum(part.shape.output_blocks for part in one.parts)
         pairs = sum(part.shape.input_blocks * part.shape.output_blocks for part in one.parts)
-        row = (blocks_in, 0 if one.bits else blocks_out, blocks_out if one.bits else 0, pairs, len(one.parts))
+        folds = one.parts[0].shape.folds
+        answered = [not one.bits, bool(one.bits) and not folds, bool(one.bits) and folds]
+        row = (blocks_in, *(blocks_out if kind else 0 for kind in answered), pairs, len(one.parts))
         # Weighted so that a short product counts as much as a long one.
         counts.append(np.array(row) / one.seconds)
         seconds.append(1.0)
     found, _ = nnls(np.array(counts), np.array(seconds))
-    names = ("encrypt", "answer", "answer_switched", "pair", "message")
+    names = ("encrypt", "answer", "answer_switched", "answer_folded", "pair", "message")
     return {name: round(1e6 * value, 2) for name, value in zip(names, found, strict=True)}
 
 

@@ -125,18 +125,18 @@ def test_every_block_of_masks_has_a_key_of_its_own(
 ) -> None:
     """Or a later answer could carry a ciphertext of a used mask, less a guess, and the abort would tell of it."""
     used: list[tuple[SecretKey, str]] = []
-    encrypt, decrypt = SecretKey.encrypt, SecretKey.decrypt_switched
+    encrypt, decrypt = SecretKey.encrypt_seeded, SecretKey.decrypt_switched
 
-    def noting_encrypt(self: SecretKey, m: Any, c1: Any) -> Any:
+    def noting_encrypt(self: SecretKey, m: Any, seed: bytes) -> Any:
         used.append((self, "encrypt"))
-        return encrypt(self, m, c1)
+        return encrypt(self, m, seed)
 
     def noting_decrypt(self: SecretKey, *arguments: Any) -> Any:
         used.append((self, "decrypt"))
         return decrypt(self, *arguments)
 
     with (connected := auto(server, tmp_path, refill=False, bandwidth_mbit=10)).session:
-        monkeypatch.setattr(SecretKey, "encrypt", noting_encrypt)
+        monkeypatch.setattr(SecretKey, "encrypt_seeded", noting_encrypt)
         monkeypatch.setattr(SecretKey, "decrypt_switched", noting_decrypt)
         answer(connected, tokens=40)
     by_key = Counter((id(key), what) for key, what in used)

@@ -168,18 +168,19 @@ def stopped(page: Page) -> str:
     return whole(page)
 
 
-def picture(page: Page, which: str) -> dict[str, Any]:
-    """Size of a canvas, and its colours block by block."""
-    return page.evaluate(
-        """(id) => {
+def pictures(page: Page) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The true row and the sent one: sizes of the canvases, and their colours block by block. Both are of one moment:
+    another row may be drawn between two looks."""
+    true, sent = page.evaluate(
+        """() => ["true", "sent"].map((id) => {
             const canvas = document.getElementById(id);
             const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
             const blocks = [];
             for (let at = 0; at < data.length; at += 4) blocks.push(data.slice(at, at + 3).join());
             return { width: canvas.width, height: canvas.height, blocks };
-        }""",
-        which,
+        })"""
     )
+    return true, sent
 
 
 def shot(page: Page, name: str) -> None:
@@ -219,7 +220,7 @@ def test_an_answer_streams_in_and_the_row_beside_it_is_hidden(masked: Gateway, o
     assert text.strip()
     assert page.evaluate("(seen) => seen.size", lengths) > 3  # it grew piece by piece
     group = masked.groups[0]
-    true, sent = picture(page, "true"), picture(page, "sent")
+    true, sent = pictures(page)
     for shown in (true, sent):
         assert shown["width"] * shown["height"] == len(shown["blocks"]) == group.in_features
         assert len(set(shown["blocks"])) > group.in_features / 3
@@ -244,7 +245,7 @@ def test_ciphertexts_and_a_gateway_that_ends(sordino: ServerProcess, tmp_path: P
         send(page)
         expect(page.locator("#sent-size")).to_contain_text("4,096 of", timeout=WAIT_MS)
         stopped(page)
-        true, sent = picture(page, "true"), picture(page, "sent")
+        true, sent = pictures(page)
         assert len(true["blocks"]) == wide.in_features
         assert len(sent["blocks"]) == 4096
         assert len(set(sent["blocks"])) > 150  # of 256 shades
@@ -264,7 +265,8 @@ def test_with_nothing_hidden_the_page_says_so_in_red(clear: Gateway, open_page: 
     send(page)
     expect(page.locator("#correlation")).to_have_text("1.000", timeout=WAIT_MS)
     stopped(page)
-    assert picture(page, "true") == picture(page, "sent")
+    true, sent = pictures(page)
+    assert true == sent
     note = page.locator("#note")
     expect(note).to_contain_text("Nothing is hidden")
     red, green, blue = map(int, re.findall(r"\d+", note.evaluate("(one) => getComputedStyle(one).color"))[:3])

@@ -25,6 +25,7 @@ from sordino.client.provision import fetch_check_vectors
 from sordino.client.proxy import RecordingProxy
 from sordino.client.rlwe import SecretKey
 from sordino.client.transport import Connection
+from sordino.shared.packing import BlockShape
 from sordino.shared.rlwe import PARAMS
 
 
@@ -175,7 +176,7 @@ def test_the_threads_of_the_transforms_are_waited_for(monkeypatch: pytest.Monkey
         "encrypt": lambda: key.encrypt(one, both),
         "decrypt": lambda: key.decrypt(both.copy(), both),
         "decrypt_switched": lambda: key.decrypt_switched(
-            one[:1].astype(np.uint64), one.astype(np.uint64), np.arange(1), 41
+            one[:1].astype(np.uint64), one.astype(np.uint64), BlockShape(1, PARAMS.n, 1, PARAMS.n, 1), 41
         ),
     }
     ended = interrupted_in(monkeypatch, Future, "result")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -19,17 +19,17 @@ from sordino.shared.rlwe import (
     SEED_BYTES,
     SWITCH_BITS,
     U32,
-    expand_uniform,
     pack,
     unpack,
     unpack_switched,
 )
 
 # Seconds of both sides for a block that is encrypted, a block that is answered, and a message: fitted to products of
-# 325 shapes of block on two cores (bench/planner.py).
-_ENCRYPT_S: Final = 49e-6
-_ANSWER_S: Final = 42e-6
-_SWITCH_S: Final = 47e-6
+# 307 shapes of block on two cores (bench/planner.py).
+_ENCRYPT_S: Final = 30e-6
+_ANSWER_S: Final = 36e-6
+_SWITCH_S: Final = 33e-6
+_FOLD_S: Final = 24e-6
 _MESSAGE_S: Final = 400e-6
 # Rows to a block. More rows share more, but each of these shapes has encoded weights of its own on the server: a row of
 # decoding, a few of speculation, masks ahead of need, a long prompt.
@@ -38,8 +38,8 @@ _STEPS: Final = (256, 32, 8, 1)
 
 def prices(bandwidth: float) -> tuple[Prices, Prices]:
     """Seconds of a round, answers whole or switched, when ``bandwidth`` bytes a second pass between the two sides."""
-    whole = Prices(encrypt=_ENCRYPT_S, answer=_ANSWER_S, byte=1 / bandwidth, message=_MESSAGE_S)
-    switched = Prices(encrypt=_ENCRYPT_S, answer=_SWITCH_S, byte=1 / bandwidth, message=_MESSAGE_S, bits=SWITCH_BITS)
+    whole = Prices(encrypt=_ENCRYPT_S, answer=_ANSWER_S, answer_folded=_FOLD_S, byte=1 / bandwidth, message=_MESSAGE_S)
+    switched = replace(whole, answer=_SWITCH_S, bits=SWITCH_BITS)
     return whole, switched
 
 
@@ -60,7 +60,7 @@ class Block:
         """
         shape, group, seed = self.part.shape, self.group, os.urandom(SEED_BYTES)
         polynomials = encode_rows(rows[:, self.part.inputs], shape)
-        c0 = key.encrypt(polynomials, expand_uniform(seed, 0, (PARAMS.n, shape.input_blocks)))
+        c0 = key.encrypt_seeded(polynomials, seed)
         n, m = (group.out_features, group.in_features) if self.transposed else (group.in_features, group.out_features)
         block = pb.BlockProduct(
             rows=shape.rows,
@@ -92,7 +92,7 @@ class Block:
         if self.bits:
             c0 = unpack_switched(packed0, (read.size, blocks), self.bits)
             c1 = unpack_switched(packed1, (PARAMS.n, blocks), self.bits)
-            product = key.decrypt_switched(c0, c1, read, self.bits)
+            product = key.decrypt_switched(c0, c1, shape, self.bits)
         else:
             halves = (2, PARAMS.n, blocks)
             product = key.decrypt(unpack(packed0, halves), unpack(packed1, halves))[read]

@@ -12,7 +12,7 @@ import torch
 
 from sordino.server.kernel import I8
 from sordino.shared.packing import BlockShape, encode_weights, multiply, useful
-from sordino.shared.rlwe import PARAMS, U32, U64, intt, switch, twiddles
+from sordino.shared.rlwe import PARAMS, U32, U64, switch, twiddles
 
 log = logging.getLogger(__name__)
 
@@ -55,15 +55,11 @@ class CompiledBlocks:
         return encode_weights(weights, shape, parallel=self._parallel)
 
     def answer(self, encoded: Iterable[U32], both: U32, shape: BlockShape, bits: int) -> Answer:
-        parts = [multiply(weights, both, shape, parallel=self._parallel) for weights in encoded]
-        out = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=3)
-        if not bits:
-            return out[0], out[1]
-        columns = np.concatenate([out[0], out[1]], axis=2)
-        intt(columns, parallel=self._parallel)
-        blocks = out.shape[3]
-        read = np.ascontiguousarray(columns[:, useful(shape), :blocks])
-        return switch(read, bits), switch(columns[:, :, blocks:], bits)
+        parts = [multiply(weights, both, shape, coefficients=bits > 0, parallel=self._parallel) for weights in encoded]
+        c0, c1 = (
+            parts[0] if len(parts) == 1 else (np.concatenate(halves, axis=2) for halves in zip(*parts, strict=True))
+        )
+        return (switch(c0, bits), switch(c1, bits)) if bits else (c0, c1)
 
 
 class TorchBlocks:

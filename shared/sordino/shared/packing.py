@@ -19,14 +19,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sordino.shared.jit import compiled
-from sordino.shared.rlwe import PARAMS, RESIDUE_BITS, U32, RlweParams, each_prime, ntt
+from sordino.shared.rlwe import (
+    PARAMS,
+    RESIDUE_BITS,
+    U32,
+    RlweParams,
+    each_prime,
+    intt_of_prime,
+    ntt,
+    ntt_of_prime,
+    reduced,
+)
 
 I8 = NDArray[np.int8]
 # Measured, all layers of SmolLM2-135M on one core, a row, with all turning: along points 114 ms for 1 row to a block,
@@ -69,6 +79,11 @@ class BlockShape:
         """Distinct evaluation points of the weights' polynomials."""
         return PARAMS.n // self.rows
 
+    @property
+    def folds(self) -> bool:
+        """Whether :func:`read_coefficients` goes its short way."""
+        return self.rows == 1 and self.inputs & (self.inputs - 1) == 0
+
     def upload_bytes(self, params: RlweParams = PARAMS) -> int:
         """Bytes of the seeded ciphertexts of one block of rows."""
         return self.input_blocks * params.n * 2 * RESIDUE_BITS // 8
@@ -95,11 +110,12 @@ class Prices:
     """What a planner minimises, in any one unit: an encrypted block, an answered block, a byte, a message.
 
     The default counts bytes alone, with a message at the price of 64 KiB. ``bits`` is the modulus answers are switched
-    to (0: not at all).
+    to (0: not at all); then ``answer_folded`` is the price of an answered block that :attr:`BlockShape.folds`.
     """
 
     encrypt: float = 0.0
     answer: float = 0.0
+    answer_folded: float = 0.0
     byte: float = 1.0
     message: float = 65536.0
     bits: int = 0
@@ -109,10 +125,13 @@ class Prices:
         return sum(
             self.byte * (part.shape.upload_bytes() + planes * part.shape.download_bytes(self.bits))
             + self.encrypt * part.shape.input_blocks
-            + self.answer * planes * part.shape.output_blocks
+            + self.answer_of(part.shape) * planes * part.shape.output_blocks
             + self.message
             for part in parts
         )
+
+    def answer_of(self, shape: BlockShape) -> float:
+        return self.answer_folded if self.bits and shape.folds else self.answer
 
 
 BY_BYTES: Final = Prices()
@@ -150,7 +169,8 @@ def plan(
     room = params.n // rows
     max_weights = int((params.max_norm(prices.bits) / 128) ** 2)
     best: tuple[float, BlockShape, int, int] = (math.inf, BlockShape(1, 1, 1, 1, 1), 0, 0)
-    for block in {min(room, -(-in_features // blocks)) for blocks in range(1, in_features + 1)}:
+    sizes = {min(room, -(-in_features // blocks)) for blocks in range(1, in_features + 1)}
+    for block in sizes | {1 << k for k in range(min(room, in_features).bit_length())}:
         whole = BlockShape(rows, block, room // block, in_features, out_features)
         up, down = whole.upload_bytes(params), planes * whole.download_bytes(prices.bits, params)
         blocks_in = max(1, max_bytes // (up // whole.input_blocks))
@@ -162,7 +182,7 @@ def plan(
         ins, outs = -(-in_features // inputs), -(-out_features // outputs)
         price = (
             outs * (prices.byte * up + prices.encrypt * whole.input_blocks)
-            + ins * (prices.byte * down + prices.answer * planes * whole.output_blocks)
+            + ins * (prices.byte * down + prices.answer_of(whole) * planes * whole.output_blocks)
             + prices.message * ins * outs
         )
         if price < best[0]:
@@ -233,28 +253,44 @@ def _lift(weights: I8, q: int, out: U32) -> None:
 def _along_points(weights: U32, c: U32, q: int, out: U32) -> None:
     """``weights [I, O, K]``, ``c [2, T, I, K]``, ``out [2, T, O, K]``: a weight is read once for both halves."""
     blocks, outputs, points = weights.shape
-    q64 = np.uint64(q)
+    per_one = 1.0 / q
     width = min(512, points)  # two sums of 4 KB stay in the L1 cache
-    a, b = np.empty(width, np.uint64), np.empty(width, np.uint64)
+    sums = np.empty((2, width), np.uint64)
     for first in range(0, points, width):
         for o in range(outputs):
             for t in range(c.shape[1]):
-                a[:] = 0
-                b[:] = 0
+                sums[:] = 0
                 for some in range(0, blocks, _SUMMANDS):
-                    for i in range(some, min(some + _SUMMANDS, blocks)):
+                    stop = min(some + _SUMMANDS, blocks)
+                    fours = some + (stop - some) // 4 * 4
+                    for i in range(some, fours, 4):  # the sums are read and written once for four
+                        w0, w1 = weights[i, o, first : first + width], weights[i + 1, o, first : first + width]
+                        w2, w3 = weights[i + 2, o, first : first + width], weights[i + 3, o, first : first + width]
+                        for half in range(2):
+                            c0, c1 = c[half, t, i, first : first + width], c[half, t, i + 1, first : first + width]
+                            c2, c3 = c[half, t, i + 2, first : first + width], c[half, t, i + 3, first : first + width]
+                            total = sums[half]
+                            for k in range(width):
+                                total[k] += (
+                                    np.uint64(w0[k]) * np.uint64(c0[k])
+                                    + np.uint64(w1[k]) * np.uint64(c1[k])
+                                    + np.uint64(w2[k]) * np.uint64(c2[k])
+                                    + np.uint64(w3[k]) * np.uint64(c3[k])
+                                )
+                    for i in range(fours, stop):
                         w = weights[i, o, first : first + width]
-                        c0, c1 = c[0, t, i, first : first + width], c[1, t, i, first : first + width]
+                        for half in range(2):
+                            one, total = c[half, t, i, first : first + width], sums[half]
+                            for k in range(width):
+                                total[k] += np.uint64(w[k]) * np.uint64(one[k])
+                    for half in range(2):
+                        total = sums[half]
                         for k in range(width):
-                            a[k] += np.uint64(w[k]) * np.uint64(c0[k])
-                        for k in range(width):
-                            b[k] += np.uint64(w[k]) * np.uint64(c1[k])
+                            total[k] = reduced(total[k], q, per_one)
+                for half in range(2):
+                    total = sums[half]
                     for k in range(width):
-                        a[k] %= q64
-                        b[k] %= q64
-                for k in range(width):
-                    out[0, t, o, first + k] = np.uint32(a[k])
-                    out[1, t, o, first + k] = np.uint32(b[k])
+                        out[half, t, o, first + k] = np.uint32(total[k])
 
 
 @compiled
@@ -262,7 +298,7 @@ def _along_outputs(weights: U32, c: U32, q: int, out: U32) -> None:
     """``weights [K, I, O]``, ``c [2, K, T, I]``, ``out [2, K, T, O]``: a weight is read once for all rows."""
     points, blocks, outputs = weights.shape
     rows = c.shape[2]
-    q64 = np.uint64(q)
+    per_one = 1.0 / q
     acc = np.empty((2 * rows, outputs), np.uint64)
     for k in range(points):
         acc[:] = 0
@@ -276,7 +312,7 @@ def _along_outputs(weights: U32, c: U32, q: int, out: U32) -> None:
                             row[o] += np.uint64(weights[k, b, o]) * value
             for r in range(2 * rows):
                 for o in range(outputs):
-                    acc[r, o] %= q64
+                    acc[r, o] = reduced(acc[r, o], q, per_one)
         for half in range(2):
             for t in range(rows):
                 for o in range(outputs):
@@ -284,38 +320,127 @@ def _along_outputs(weights: U32, c: U32, q: int, out: U32) -> None:
 
 
 @compiled
-def _turn(a: U32, out: U32) -> None:
-    """``a [2, T, O, K]`` to ``out [2, K, T, O]``, sixteen points at a time."""
-    _, rows, outputs, points = a.shape
-    for half in range(2):
-        for first in range(0, points, 16):
+def _turn_in(c: U32, out: U32) -> None:
+    """``c [K, T, I]`` to ``out [T, I, K]``, sixteen points at a time."""
+    points, rows, blocks = c.shape
+    for first in range(0, points, 16):
+        for t in range(rows):
+            for i in range(blocks):
+                for k in range(first, min(first + 16, points)):
+                    out[t, i, k] = c[k, t, i]
+
+
+@compiled
+def _turn_out(a: U32, out: U32) -> None:
+    """``a [H, T, O, K]`` to ``out [K, T, H, O]``, sixteen points at a time."""
+    halves, rows, outputs, points = a.shape
+    for first in range(0, points, 16):
+        for half in range(halves):
             for t in range(rows):
                 for o in range(outputs):
                     for k in range(first, min(first + 16, points)):
-                        out[half, k, t, o] = a[half, t, o, k]
+                        out[k, t, half, o] = a[half, t, o, k]
 
 
-def multiply(weights: U32, c: U32, shape: BlockShape, params: RlweParams = PARAMS, *, parallel: bool = False) -> U32:
+@cache
+def _last_powers(params: RlweParams, i: int, inputs: int) -> U32:
+    """x^(1-B) / B at each evaluation point x, ``[n]``: the transform of -X^(n+1-B), divided."""
+    q = params.primes[i]
+    power = np.zeros((params.n, 1), np.uint32)
+    power[params.n + 1 - inputs if inputs > 1 else 0] = q - 1 if inputs > 1 else 1
+    ntt_of_prime(power, i, params)
+    powers: U32 = (power[:, 0].astype(np.uint64) * np.uint64(pow(inputs, -1, q)) % np.uint64(q)).astype(np.uint32)
+    return powers
+
+
+@compiled
+def _fold(a: U32, powers: U32, q: int, out: U32) -> None:
+    """``out[j] = sum_l powers[j B + l] a[j B + l]`` for ``a [n, C]``, ``out [n / B, C]``."""
+    blocks, columns = out.shape
+    size, per_one = a.shape[0] // blocks, 1.0 / q
+    sums = np.empty(columns, np.uint64)
+    for j in range(blocks):
+        sums[:] = 0
+        for some in range(j * size, (j + 1) * size, _SUMMANDS):
+            for k in range(some, min(some + _SUMMANDS, (j + 1) * size)):
+                power = np.uint64(powers[k])
+                for c in range(columns):
+                    sums[c] += power * np.uint64(a[k, c])
+            for c in range(columns):
+                sums[c] = reduced(sums[c], q, per_one)
+        for c in range(columns):
+            out[j, c] = np.uint32(sums[c])
+
+
+def read_coefficients(a: U32, i: int, shape: BlockShape, params: RlweParams = PARAMS) -> U32:
+    """Of products in NTT form modulo prime ``i``, ``[n, C]``, the coefficients at :func:`useful` positions.
+
+    With one row and a power of two B of inputs these are the coefficients of the last of the B polynomials in Y = X^B
+    of which c(X) = sum_r X^r c_r(Y) consists. The B points x with one y = x^B are neighbours, and there c_(B-1)(y) is
+    the mean of c(x) / x^(B-1): what is left is a transform of length n/B.
+
+    Returns:
+        ``[outputs * rows, C]``; ``a`` may be overwritten.
+    """
+    if not shape.folds:
+        intt_of_prime(a, i, params)
+        return a[useful(shape)]
+    out = np.empty((params.n // shape.inputs, a.shape[1]), np.uint32)
+    _fold(a, _last_powers(params, i, shape.inputs), params.primes[i], out)
+    intt_of_prime(out, i, params)
+    return out[: shape.outputs]
+
+
+def multiply(
+    weights: U32,
+    c: U32,
+    shape: BlockShape,
+    params: RlweParams = PARAMS,
+    *,
+    coefficients: bool = False,
+    parallel: bool = False,
+) -> tuple[U32, U32]:
     """The encrypted product: ``weights`` from :func:`encode_weights` times both halves ``c [2 halves, 2, n, I]``.
 
     Args:
-        parallel: a thread for each prime.
+        coefficients: transform the result back.
+        parallel: a thread for each prime, from the beginning to the end.
 
     Returns:
-        ``[2 halves, 2, n, output_blocks]``, in NTT form.
+        Both halves ``[2, n, output_blocks]`` in NTT form; or as coefficients, of c0 those at :func:`useful` positions.
     """
+    points, rows, blocks = shape.points, shape.rows, shape.input_blocks
+    many = points >= _MANY_POINTS
+    outputs = weights.shape[2] if many else weights.shape[3]
+    read = len(useful(shape)) if coefficients else params.n
+    c0, c1 = np.empty((2, read, outputs), np.uint32), np.empty((2, params.n, outputs), np.uint32)
+
     # The prime comes first, so that each thread has contiguous arrays: strided ones would not be vectorised.
-    points, rows = shape.points, shape.rows
-    halves = c.reshape(2, 2, points, rows, shape.input_blocks)
-    if points < _MANY_POINTS:
-        turned = np.ascontiguousarray(halves.swapaxes(0, 1))
-        out = np.empty((2, 2, points, rows, weights.shape[3]), np.uint32)
-        each_prime(lambda i: _along_outputs(weights[i], turned[i], params.primes[i], out[i]), parallel)
-        return np.ascontiguousarray(out.swapaxes(0, 1)).reshape(2, 2, params.n, -1)
-    turned = np.ascontiguousarray(halves.transpose(1, 0, 3, 4, 2))
-    out = np.empty((2, 2, rows, weights.shape[2], points), np.uint32)
-    each_prime(lambda i: _along_points(weights[i], turned[i], params.primes[i], out[i]), parallel)
-    result = np.empty((2, 2, params.n, weights.shape[2]), np.uint32)
-    turned_back = result.reshape(2, 2, points, rows, -1)
-    each_prime(lambda i: _turn(out[i], turned_back[:, i]), parallel)
-    return result
+    def work(i: int) -> None:
+        if many:
+            turned = np.empty((2, rows, blocks, points), np.uint32)
+            for half in range(2):
+                _turn_in(c[half, i].reshape(points, rows, blocks), turned[half])
+            out = np.empty((2, rows, outputs, points), np.uint32)
+            _along_points(weights[i], turned, params.primes[i], out)
+        else:
+            across = np.empty((2, points, rows, outputs), np.uint32)
+            both = np.ascontiguousarray(c[:, i]).reshape(2, points, rows, blocks)
+            _along_outputs(weights[i], both, params.primes[i], across)
+            out = across.transpose(0, 2, 3, 1)
+        if coefficients and not shape.folds:  # both halves in one transform: its vectors are filled better
+            halves = np.empty((points, rows, 2, outputs), np.uint32)
+            _turn_out(out, halves)
+            intt_of_prime(halves.reshape(params.n, 2 * outputs), i, params)
+            whole = halves.reshape(params.n, 2, outputs)
+            c0[i], c1[i] = whole[useful(shape), 0], whole[:, 1]
+            return
+        first = np.empty((params.n, outputs), np.uint32) if coefficients else c0[i]
+        _turn_out(out[:1], first.reshape(points, rows, 1, outputs))
+        _turn_out(out[1:], c1[i].reshape(points, rows, 1, outputs))
+        if coefficients:
+            c0[i] = read_coefficients(first, i, shape, params)
+            intt_of_prime(c1[i], i, params)
+
+    each_prime(work, parallel)
+    return c0, c1

@@ -262,6 +262,18 @@ def _intt_columns(a: U32, w: U32, ws: U32, n_inv: int, n_inv_shoup: int, q: int)
                 a[i, start + c] = min(r, np.uint32(r - q32))
 
 
+@compiled
+def reduced(x: int, q: int, inverse: float) -> int:
+    """x mod q for x < 2^63 and q < 2^27, with ``inverse`` = 1/q as a float, in operations that make vectors.
+
+    The quotient is below 2^37 and comes from factors within 2^-51 of the truth, so it is off by one at most, either
+    way; a remainder below 0 wraps around, and the minimum takes the right one.
+    """
+    r = x - np.uint64(np.float64(x) * inverse) * np.uint64(q)
+    r = min(r, r + np.uint64(q))
+    return min(r, r - np.uint64(q))  # type: ignore[return-value]
+
+
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(2, thread_name_prefix="sordino-rlwe")
@@ -295,24 +307,26 @@ def ntt(a: U32, params: RlweParams = PARAMS, *, parallel: bool = False) -> None:
 
     k is n, or a smaller power of two: then of polynomials in X^(n/k), at the points of n without the repetitions.
     """
+    each_prime(lambda i: ntt_of_prime(a[i], i, params), parallel, len(params.primes))
 
-    def work(i: int) -> None:
-        w, ws, _, _ = twiddles(params, i)
-        _ntt_columns(a[i], w, ws, params.primes[i])
 
-    each_prime(work, parallel, len(params.primes))
+def ntt_of_prime(a: U32, i: int, params: RlweParams = PARAMS) -> None:
+    """:func:`ntt` of one prime's residues ``[k, C]``."""
+    w, ws, _, _ = twiddles(params, i)
+    _ntt_columns(a, w, ws, params.primes[i])
 
 
 def intt(a: U32, params: RlweParams = PARAMS, *, parallel: bool = False) -> None:
     """Inverse of :func:`ntt`, in place."""
+    each_prime(lambda i: intt_of_prime(a[i], i, params), parallel, len(params.primes))
 
-    def work(i: int) -> None:
-        q, k = params.primes[i], a.shape[1]
-        _, _, w, ws = twiddles(params, i)
-        k_inv = pow(k, -1, q)
-        _intt_columns(a[i], w, ws, k_inv, (k_inv << 32) // q, q)
 
-    each_prime(work, parallel, len(params.primes))
+def intt_of_prime(a: U32, i: int, params: RlweParams = PARAMS) -> None:
+    """:func:`intt` of one prime's residues ``[k, C]``."""
+    q = params.primes[i]
+    _, _, w, ws = twiddles(params, i)
+    k_inv = pow(a.shape[0], -1, q)
+    _intt_columns(a, w, ws, k_inv, (k_inv << 32) // q, q)
 
 
 # -- modulus switching -----------------------------------------------------------------------------------------------
@@ -324,13 +338,13 @@ def _switch(d0: U32, d1: U32, inverse: int, q0: int, q1: int, bits: int, out: U6
 
     In float64 x 2^bits / q is within 2^(bits-52) of the truth: nothing beside the rounding.
     """
-    q64, mask = np.uint64(q1), np.uint64((1 << bits) - 1)
+    q64, mask, per_one = np.uint64(q1), np.uint64((1 << bits) - 1), 1.0 / q1
     per_t = np.float64(1 << bits) / np.float64(q1)
     per_d = per_t / np.float64(q0)
     for i in range(d0.shape[0]):
         for j in range(d0.shape[1]):
             a = np.uint64(d0[i, j])
-            t = (np.uint64(d1[i, j]) + q64 + q64 - a) * np.uint64(inverse) % q64
+            t = reduced((np.uint64(d1[i, j]) + q64 + q64 - a) * np.uint64(inverse), q1, per_one)
             out[i, j] = np.uint64(np.float64(t) * per_t + np.float64(a) * per_d + 0.5) & mask
 
 
@@ -338,6 +352,7 @@ def switch(a: U32, bits: int, params: RlweParams = PARAMS) -> U64:
     """Coefficients ``[2, k, C]`` from modulus q to 2^bits: ``[k, C]``, each times 2^bits/q and rounded."""
     q0, q1 = params.primes
     out = np.empty(a.shape[1:], np.uint64)
+    a = np.ascontiguousarray(a)  # strided, it would not be vectorised
     _switch(a[0], a[1], pow(q0, -1, q1), q0, q1, bits, out)
     return out
 
@@ -347,12 +362,22 @@ def switch(a: U32, bits: int, params: RlweParams = PARAMS) -> U64:
 
 @compiled
 def _reject(words: U32, q: int, out: U32, filled: int) -> int:
-    for word in words:
-        if filled == out.size:
-            break
-        value = word & np.uint32(0x7FFFFFF)
-        out[filled] = value
-        filled += value < q
+    for start in range(0, words.size, 64):
+        some = words[start : start + 64]
+        if filled + some.size <= out.size:  # mostly none is rejected
+            copy, largest = out[filled : filled + some.size], np.uint32(0)
+            for k in range(some.size):
+                copy[k] = some[k] & np.uint32(0x7FFFFFF)
+            for k in range(some.size):
+                largest = max(largest, copy[k])
+            if largest < q:
+                filled += some.size
+                continue
+        for word in some:
+            if filled < out.size:
+                value = word & np.uint32(0x7FFFFFF)
+                out[filled] = value
+                filled += value < q
     return filled
 
 
@@ -369,21 +394,31 @@ def expand_uniform(seed: bytes, block: int, shape: tuple[int, int], params: Rlwe
     Raises:
         ProtocolError: the seed has another length.
     """
+    parts = [expand_uniform_of_prime(seed, block, shape, i, params) for i in range(len(params.primes))]
+    return np.stack(parts)
+
+
+def expand_uniform_of_prime(
+    seed: bytes, block: int, shape: tuple[int, int], i: int, params: RlweParams = PARAMS
+) -> U32:
+    """:func:`expand_uniform` for one prime, ``[points, channels]``.
+
+    Raises:
+        ProtocolError: the seed has another length.
+    """
     if len(seed) != SEED_BYTES:
         raise ProtocolError(f"a seed has {SEED_BYTES} bytes, this one {len(seed)}")
-    points, channels = shape
-    out = np.empty((len(params.primes), points * channels), np.uint32)
-    for i, q in enumerate(params.primes):
-        # 8 bytes of block, 2 of prime, 6 of counter: streams of different blocks never overlap.
-        counter = block.to_bytes(8, "big") + i.to_bytes(2, "big") + bytes(6)
-        stream = Cipher(algorithms.AES(seed), modes.CTR(counter)).encryptor()
-        filled = 0
-        while filled < out.shape[1]:
-            count = out.shape[1] - filled
-            count += count // 512 + 64  # at most one word in 655 is rejected
-            words = np.frombuffer(stream.update(bytes(4 * count)), dtype="<u4")
-            filled = _reject(words, q, out[i], filled)
-    return out.reshape(-1, points, channels)
+    out = np.empty(math.prod(shape), np.uint32)
+    # 8 bytes of block, 2 of prime, 6 of counter: streams of different blocks never overlap.
+    counter = block.to_bytes(8, "big") + i.to_bytes(2, "big") + bytes(6)
+    stream = Cipher(algorithms.AES(seed), modes.CTR(counter)).encryptor()
+    filled = 0
+    while filled < out.size:
+        count = out.size - filled
+        count += count // 512 + 64  # at most one word in 655 is rejected
+        words = np.frombuffer(stream.update(bytes(4 * count)), dtype="<u4")
+        filled = _reject(words, params.primes[i], out, filled)
+    return out.reshape(shape)
 
 
 # -- codec -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from sordino.shared import packing
 from sordino.shared.errors import ProtocolError, RangeError
 from sordino.shared.ring import P
 from sordino.shared.rlwe import (
+    PAGE_PARAMS,
     PARAMS,
     SWITCH_BITS,
     RlweParams,
@@ -24,6 +25,7 @@ from sordino.shared.rlwe import (
     ntt,
     pack,
     packed_bytes,
+    reduced,
     switch,
     unpack,
 )
@@ -98,7 +100,8 @@ def test_noise_is_what_the_bound_says() -> None:
     zeros = np.zeros((N, 64), np.uint32)
     noise = np.random.default_rng(3).integers(0, 2**63, zeros.shape, dtype=np.uint64)
     out = np.empty((2, N, 64), np.uint32)
-    _encode(zeros, noise, out)
+    for q, residues_of_q in zip(PARAMS.primes, out, strict=True):
+        _encode(zeros, noise, q, residues_of_q)
     centred = out[0].astype(np.int64)
     centred[centred > Q0 // 2] -= Q0
     assert abs(centred.std() / math.sqrt(PARAMS.eta / 2) - 1) < 0.03
@@ -194,14 +197,40 @@ def block_product(weights: Any, x: Any, part: packing.Part, key: SecretKey, bits
     encoded = packing.encode_rows(x[:, part.inputs], shape)
     c1 = expand_uniform(bytes(32), 3, encoded.shape)
     w = packing.encode_weights(weights[part.outputs, part.inputs], shape)
-    out = packing.multiply(w, np.stack([key.encrypt(encoded, c1), c1]), shape)
-    read = packing.useful(shape)
+    both = np.stack([key.encrypt(encoded, c1), c1])
+    c0, c1 = packing.multiply(w, both, shape, coefficients=bits > 0)
     if not bits:
-        return packing.decode_rows(key.decrypt(out[0], out[1])[read], shape)
-    intt(out[0])
-    intt(out[1])
-    c0 = switch(np.ascontiguousarray(out[0][:, read]), bits)
-    return packing.decode_rows(key.decrypt_switched(c0, switch(out[1], bits), read, bits), shape)
+        return packing.decode_rows(key.decrypt(c0, c1)[packing.useful(shape)], shape)
+    return packing.decode_rows(key.decrypt_switched(switch(c0, bits), switch(c1, bits), shape, bits), shape)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("inputs", [1, 2, 64, 512])
+def test_the_coefficients_read_are_those_of_the_whole_transform(rows: int, inputs: int) -> None:
+    shape = packing.BlockShape(rows, inputs, N // rows // inputs, inputs, 3 * (N // rows // inputs))
+    assert shape.folds == (rows == 1)
+    a = expand_uniform(bytes(32), 0, (N, 3))
+    whole = a.copy()
+    intt(whole)
+    for i in range(2):
+        read = packing.read_coefficients(a[i].copy(), i, shape)
+        assert np.array_equal(read, whole[i, packing.useful(shape)])
+
+
+@given(st.lists(st.one_of(st.integers(0, P - 1), st.sampled_from([0, 1, P // 2, P - 1])), min_size=1, max_size=40))
+def test_the_encoder_rounds_exactly(values: list[int]) -> None:
+    m = np.array([values], np.uint32)
+    for q in PARAMS.primes:
+        out = np.empty(m.shape, np.uint32)
+        _encode(m, np.zeros(m.shape, np.uint64), q, out)
+        assert out[0].tolist() == [(2 * PARAMS.q * v + P) // (2 * P) % q for v in values]
+
+
+@given(st.integers(0, (1 << 37) - 1), st.sampled_from([-1, 0, 1]), st.sampled_from(PAGE_PARAMS.primes))
+def test_reduction_by_floats_is_exact(quotient: int, beside: int, q: int) -> None:
+    """Next to multiples of q, where a quotient that is off by one shows, up to 2^63."""
+    x = min(max(quotient * q + beside, 0), (1 << 63) - 1)
+    assert int(reduced(np.uint64(x), q, 1.0 / q)) == x % q
 
 
 @pytest.mark.parametrize("bits", [0, SWITCH_BITS])
