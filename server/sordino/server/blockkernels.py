@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -30,11 +30,12 @@ class BlockKernel(Protocol):
         """Weights ``[out_features, in_features]`` as :meth:`answer` takes them, 8 bytes a weight."""
         ...
 
-    def answer(self, encoded: Iterable[Any], both: U32, shape: BlockShape, bits: int) -> Answer:
+    def answer(self, encoded: Iterable[Any], c0: U32, c1: Callable[[int], U32], shape: BlockShape, bits: int) -> Answer:
         """Products with each of ``encoded``, one after the other.
 
         Args:
-            both: both halves ``[2, 2, N, input_blocks]`` in NTT form.
+            c0: ``[2, N, input_blocks]`` in NTT form.
+            c1: the other half modulo a prime, ``[N, input_blocks]``.
             bits: of the modulus of the answer; 0 is q.
 
         Returns:
@@ -54,12 +55,14 @@ class CompiledBlocks:
     def encode(self, weights: I8, shape: BlockShape) -> U32:
         return encode_weights(weights, shape, parallel=self._parallel)
 
-    def answer(self, encoded: Iterable[U32], both: U32, shape: BlockShape, bits: int) -> Answer:
-        parts = [multiply(weights, both, shape, coefficients=bits > 0, parallel=self._parallel) for weights in encoded]
-        c0, c1 = (
-            parts[0] if len(parts) == 1 else (np.concatenate(halves, axis=2) for halves in zip(*parts, strict=True))
-        )
-        return (switch(c0, bits), switch(c1, bits)) if bits else (c0, c1)
+    def answer(self, encoded: Iterable[U32], c0: U32, c1: Callable[[int], U32], shape: BlockShape, bits: int) -> Answer:
+        parts = [
+            multiply(weights, c0, c1, shape, coefficients=bits > 0, parallel=self._parallel) for weights in encoded
+        ]
+        first, second = parts[0]
+        if len(parts) > 1:
+            first, second = (np.concatenate(halves, axis=2) for halves in zip(*parts, strict=True))
+        return (switch(first, bits), switch(second, bits)) if bits else (first, second)
 
 
 class TorchBlocks:
@@ -79,11 +82,14 @@ class TorchBlocks:
 
     def encode(self, weights: I8, shape: BlockShape) -> torch.Tensor:
         encoded = torch.from_numpy(encode_weights(weights, shape).view(np.int32))
-        if encoded.shape[1] != shape.points:  # points come last where they are many
-            encoded = encoded.permute(0, 3, 1, 2)
+        if encoded.ndim == 5:  # in chunks of points, which come last
+            encoded = encoded.permute(0, 1, 4, 3, 2).reshape(2, shape.points, shape.input_blocks, -1)
         return encoded.to(self._device).contiguous()
 
-    def answer(self, encoded: Iterable[torch.Tensor], both: U32, shape: BlockShape, bits: int) -> Answer:
+    def answer(
+        self, encoded: Iterable[torch.Tensor], c0: U32, c1: Callable[[int], U32], shape: BlockShape, bits: int
+    ) -> Answer:
+        both = np.stack([c0, np.stack([c1(i) for i in range(2)])])
         sent = torch.from_numpy(both.view(np.int32)).to(self._device).view(2, 2, shape.points, shape.rows, -1)
         # [prime, points, half * rows, input_blocks]
         rows = sent.permute(1, 2, 0, 3, 4).reshape(2, shape.points, 2 * shape.rows, -1).to(torch.int64)
@@ -144,8 +150,8 @@ def known_answer_test(kernel: BlockKernel) -> bool:
         words = hashlib.shake_256(stream).digest(16 * PARAMS.n * shape.input_blocks)
         both = np.frombuffer(words, "<u4").reshape(2, 2, PARAMS.n, -1) & np.uint32(0x3FFFFFF)
         for bits in (0, 41):
-            wanted = plain.answer([plain.encode(weights, shape)], both, shape, bits)
-            got = kernel.answer([kernel.encode(weights, shape)], both, shape, bits)
+            wanted = plain.answer([plain.encode(weights, shape)], both[0], both[1].__getitem__, shape, bits)
+            got = kernel.answer([kernel.encode(weights, shape)], both[0], both[1].__getitem__, shape, bits)
             if not all(np.array_equal(a, b) for a, b in zip(wanted, got, strict=True)):
                 return False
     return True

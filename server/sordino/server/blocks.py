@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from sordino.server.blockkernels import BlockKernel
 from sordino.server.kernel import I8, RingMatrix
 from sordino.shared.packing import Part
-from sordino.shared.rlwe import PARAMS, U32, U64, expand_uniform
+from sordino.shared.rlwe import PARAMS, U32, U64, expand_uniform_of_prime
 
 _POLYNOMIALS: Final = 1024  # encoded at a time when they are not kept: 16 MB
 _MOST_A_WEIGHT: Final = 32  # bytes that are kept
@@ -72,9 +73,12 @@ class BlockProducts:
         Raises:
             RangeError: the weights of a block are so large that the answer could decode wrongly.
         """
-        c1 = expand_uniform(seed, 0, (c0.shape[1], c0.shape[2]))
-        both = np.stack([c0, c1])
-        return self._kernel.answer(self._encoded(matrix, wanted), both, wanted.part.shape, wanted.bits)
+
+        @cache  # asked for by each plane
+        def c1(prime: int) -> U32:
+            return expand_uniform_of_prime(seed, 0, c0.shape[1:], prime)
+
+        return self._kernel.answer(self._encoded(matrix, wanted), c0, c1, wanted.part.shape, wanted.bits)
 
     def _encoded(self, matrix: RingMatrix, wanted: Wanted) -> Iterator[Any]:
         ins, outs = wanted.part.inputs, wanted.part.outputs

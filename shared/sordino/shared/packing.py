@@ -17,7 +17,7 @@ Polynomials are columns, as everywhere (:mod:`sordino.shared.rlwe`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Final
@@ -39,8 +39,8 @@ from sordino.shared.rlwe import (
 )
 
 I8 = NDArray[np.int8]
-# Measured, all layers of SmolLM2-135M on one core, a row, with all turning: along points 114 ms for 1 row to a block,
-# 66 for 32; along outputs 200 and 42.
+# Measured, all layers of SmolLM2-135M on one core, a row, with all turning: along points is faster for few rows to a
+# block, along outputs for many.
 _MANY_POINTS: Final = 512
 # Products of two residues below 2^54 that are added to a reduced sum before it is reduced again: 2^63 at most.
 _SUMMANDS: Final = 512
@@ -225,8 +225,8 @@ def encode_weights(weights: I8, shape: BlockShape, params: RlweParams = PARAMS, 
     """The plaintext polynomials of W in NTT form, 8 bytes a weight.
 
     Returns:
-        ``[2, input_blocks, output_blocks, points]`` where there are many points, which a product then runs along; else
-        ``[2, points, input_blocks, output_blocks]``.
+        ``[2, points / 512, output_blocks, input_blocks, 512]`` where there are so many points, along which a product
+        then runs and reads the weights in their order; else ``[2, points, input_blocks, output_blocks]``.
     """
     padded = np.zeros((shape.output_blocks, shape.outputs, shape.input_blocks, shape.inputs), np.int8)
     flat = padded.reshape(shape.output_blocks * shape.outputs, shape.input_blocks * shape.inputs)
@@ -238,7 +238,8 @@ def encode_weights(weights: I8, shape: BlockShape, params: RlweParams = PARAMS, 
     ntt(out, params, parallel=parallel)
     if shape.points < _MANY_POINTS:
         return out.reshape(2, shape.points, shape.input_blocks, shape.output_blocks)
-    return np.ascontiguousarray(out.transpose(0, 2, 1)).reshape(2, shape.input_blocks, shape.output_blocks, -1)
+    chunks = out.reshape(2, -1, _MANY_POINTS, shape.input_blocks, shape.output_blocks)
+    return np.ascontiguousarray(chunks.transpose(0, 1, 4, 3, 2))
 
 
 @compiled
@@ -251,24 +252,24 @@ def _lift(weights: I8, q: int, out: U32) -> None:
 
 @compiled
 def _along_points(weights: U32, c: U32, q: int, out: U32) -> None:
-    """``weights [I, O, K]``, ``c [2, T, I, K]``, ``out [2, T, O, K]``: a weight is read once for both halves."""
-    blocks, outputs, points = weights.shape
+    """``weights [K/512, O, I, 512]``, ``c [2, T, I, K]``, ``out [2, T, O, K]``: a weight serves both halves."""
+    chunks, outputs, blocks, width = weights.shape
     per_one = 1.0 / q
-    width = min(512, points)  # two sums of 4 KB stay in the L1 cache
-    sums = np.empty((2, width), np.uint64)
-    for first in range(0, points, width):
+    sums = np.empty((2, width), np.uint64)  # of 4 KB each: they stay in the L1 cache
+    for chunk in range(chunks):
+        points = slice(chunk * width, (chunk + 1) * width)
         for o in range(outputs):
+            w = weights[chunk, o]
             for t in range(c.shape[1]):
                 sums[:] = 0
                 for some in range(0, blocks, _SUMMANDS):
                     stop = min(some + _SUMMANDS, blocks)
                     fours = some + (stop - some) // 4 * 4
                     for i in range(some, fours, 4):  # the sums are read and written once for four
-                        w0, w1 = weights[i, o, first : first + width], weights[i + 1, o, first : first + width]
-                        w2, w3 = weights[i + 2, o, first : first + width], weights[i + 3, o, first : first + width]
+                        w0, w1, w2, w3 = w[i], w[i + 1], w[i + 2], w[i + 3]
                         for half in range(2):
-                            c0, c1 = c[half, t, i, first : first + width], c[half, t, i + 1, first : first + width]
-                            c2, c3 = c[half, t, i + 2, first : first + width], c[half, t, i + 3, first : first + width]
+                            c0, c1 = c[half, t, i, points], c[half, t, i + 1, points]
+                            c2, c3 = c[half, t, i + 2, points], c[half, t, i + 3, points]
                             total = sums[half]
                             for k in range(width):
                                 total[k] += (
@@ -278,19 +279,19 @@ def _along_points(weights: U32, c: U32, q: int, out: U32) -> None:
                                     + np.uint64(w3[k]) * np.uint64(c3[k])
                                 )
                     for i in range(fours, stop):
-                        w = weights[i, o, first : first + width]
+                        last = w[i]
                         for half in range(2):
-                            one, total = c[half, t, i, first : first + width], sums[half]
+                            one, total = c[half, t, i, points], sums[half]
                             for k in range(width):
-                                total[k] += np.uint64(w[k]) * np.uint64(one[k])
+                                total[k] += np.uint64(last[k]) * np.uint64(one[k])
                     for half in range(2):
                         total = sums[half]
                         for k in range(width):
                             total[k] = reduced(total[k], q, per_one)
                 for half in range(2):
-                    total = sums[half]
+                    total, place = sums[half], out[half, t, o, points]
                     for k in range(width):
-                        out[half, t, o, first + k] = np.uint32(total[k])
+                        place[k] = np.uint32(total[k])
 
 
 @compiled
@@ -393,16 +394,19 @@ def read_coefficients(a: U32, i: int, shape: BlockShape, params: RlweParams = PA
 
 def multiply(
     weights: U32,
-    c: U32,
+    c0: U32,
+    c1: Callable[[int], U32],
     shape: BlockShape,
     params: RlweParams = PARAMS,
     *,
     coefficients: bool = False,
     parallel: bool = False,
 ) -> tuple[U32, U32]:
-    """The encrypted product: ``weights`` from :func:`encode_weights` times both halves ``c [2 halves, 2, n, I]``.
+    """The encrypted product: ``weights`` from :func:`encode_weights` times both halves of some ciphertexts.
 
     Args:
+        c0: ``[2, n, I]``.
+        c1: the other half modulo a prime, ``[n, I]``; asked for in the prime's thread.
         coefficients: transform the result back.
         parallel: a thread for each prime, from the beginning to the end.
 
@@ -413,34 +417,34 @@ def multiply(
     many = points >= _MANY_POINTS
     outputs = weights.shape[2] if many else weights.shape[3]
     read = len(useful(shape)) if coefficients else params.n
-    c0, c1 = np.empty((2, read, outputs), np.uint32), np.empty((2, params.n, outputs), np.uint32)
+    out0, out1 = np.empty((2, read, outputs), np.uint32), np.empty((2, params.n, outputs), np.uint32)
 
     # The prime comes first, so that each thread has contiguous arrays: strided ones would not be vectorised.
     def work(i: int) -> None:
+        halves = [half.reshape(points, rows, blocks) for half in (c0[i], c1(i))]
         if many:
             turned = np.empty((2, rows, blocks, points), np.uint32)
-            for half in range(2):
-                _turn_in(c[half, i].reshape(points, rows, blocks), turned[half])
+            for half, place in zip(halves, turned, strict=True):
+                _turn_in(half, place)
             out = np.empty((2, rows, outputs, points), np.uint32)
             _along_points(weights[i], turned, params.primes[i], out)
         else:
             across = np.empty((2, points, rows, outputs), np.uint32)
-            both = np.ascontiguousarray(c[:, i]).reshape(2, points, rows, blocks)
-            _along_outputs(weights[i], both, params.primes[i], across)
+            _along_outputs(weights[i], np.stack(halves), params.primes[i], across)
             out = across.transpose(0, 2, 3, 1)
         if coefficients and not shape.folds:  # both halves in one transform: its vectors are filled better
-            halves = np.empty((points, rows, 2, outputs), np.uint32)
-            _turn_out(out, halves)
-            intt_of_prime(halves.reshape(params.n, 2 * outputs), i, params)
-            whole = halves.reshape(params.n, 2, outputs)
-            c0[i], c1[i] = whole[useful(shape), 0], whole[:, 1]
+            both = np.empty((points, rows, 2, outputs), np.uint32)
+            _turn_out(out, both)
+            intt_of_prime(both.reshape(params.n, 2 * outputs), i, params)
+            whole = both.reshape(params.n, 2, outputs)
+            out0[i], out1[i] = whole[useful(shape), 0], whole[:, 1]
             return
-        first = np.empty((params.n, outputs), np.uint32) if coefficients else c0[i]
+        first = np.empty((params.n, outputs), np.uint32) if coefficients else out0[i]
         _turn_out(out[:1], first.reshape(points, rows, 1, outputs))
-        _turn_out(out[1:], c1[i].reshape(points, rows, 1, outputs))
+        _turn_out(out[1:], out1[i].reshape(points, rows, 1, outputs))
         if coefficients:
-            c0[i] = read_coefficients(first, i, shape, params)
-            intt_of_prime(c1[i], i, params)
+            out0[i] = read_coefficients(first, i, shape, params)
+            intt_of_prime(out1[i], i, params)
 
     each_prime(work, parallel)
-    return c0, c1
+    return out0, out1

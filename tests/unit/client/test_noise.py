@@ -52,8 +52,8 @@ def product() -> tuple[SecretKey, NDArray[np.int8], NDArray[np.uint32], I64]:
     key = SecretKey()
     encoded = packing.encode_rows(x, part.shape)
     c1 = expand_uniform(bytes(32), 0, encoded.shape)
-    both = np.stack([key.encrypt(encoded, c1), c1])
-    out = packing.multiply(packing.encode_weights(weights, part.shape), both, part.shape, parallel=True)
+    c0, w = key.encrypt(encoded, c1), packing.encode_weights(weights, part.shape)
+    out = packing.multiply(w, c0, lambda i: c1[i], part.shape, parallel=True)
     # 2^32 * 2^7 * 64 < 2^53: exact in float64
     y = (x.astype(np.float64) @ weights.T.astype(np.float64)).astype(np.int64) % P
     return key, weights, out, y

@@ -197,11 +197,10 @@ def block_product(weights: Any, x: Any, part: packing.Part, key: SecretKey, bits
     encoded = packing.encode_rows(x[:, part.inputs], shape)
     c1 = expand_uniform(bytes(32), 3, encoded.shape)
     w = packing.encode_weights(weights[part.outputs, part.inputs], shape)
-    both = np.stack([key.encrypt(encoded, c1), c1])
-    c0, c1 = packing.multiply(w, both, shape, coefficients=bits > 0)
+    out0, out1 = packing.multiply(w, key.encrypt(encoded, c1), lambda i: c1[i], shape, coefficients=bits > 0)
     if not bits:
-        return packing.decode_rows(key.decrypt(c0, c1)[packing.useful(shape)], shape)
-    return packing.decode_rows(key.decrypt_switched(switch(c0, bits), switch(c1, bits), shape, bits), shape)
+        return packing.decode_rows(key.decrypt(out0, out1)[packing.useful(shape)], shape)
+    return packing.decode_rows(key.decrypt_switched(switch(out0, bits), switch(out1, bits), shape, bits), shape)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
