@@ -26,9 +26,9 @@ from sordino.shared.rlwe import (
 
 # Seconds of both sides for a block that is encrypted, a block that is answered, and a message: fitted to products of
 # 307 shapes of block on two cores (bench/planner.py).
-_ENCRYPT_S: Final = 30e-6
-_ANSWER_S: Final = 36e-6
-_SWITCH_S: Final = 33e-6
+_ENCRYPT_S: Final = 29e-6
+_ANSWER_S: Final = 33e-6
+_SWITCH_S: Final = 31e-6
 _FOLD_S: Final = 24e-6
 _MESSAGE_S: Final = 400e-6
 # Rows to a block. More rows share more, but each of these shapes has encoded weights of its own on the server: a row of
