@@ -23,16 +23,20 @@ class GetManifestRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetManifestResponse(_message.Message):
-    __slots__ = ("manifest", "max_message_bytes", "protocols", "version")
+    __slots__ = ("manifest", "max_message_bytes", "protocols", "version", "first_group", "group_count")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROTOCOLS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_GROUP_FIELD_NUMBER: _ClassVar[int]
+    GROUP_COUNT_FIELD_NUMBER: _ClassVar[int]
     manifest: bytes
     max_message_bytes: int
     protocols: _containers.RepeatedScalarFieldContainer[Protocol]
     version: str
-    def __init__(self, manifest: _Optional[bytes] = ..., max_message_bytes: _Optional[int] = ..., protocols: _Optional[_Iterable[_Union[Protocol, str]]] = ..., version: _Optional[str] = ...) -> None: ...
+    first_group: int
+    group_count: int
+    def __init__(self, manifest: _Optional[bytes] = ..., max_message_bytes: _Optional[int] = ..., protocols: _Optional[_Iterable[_Union[Protocol, str]]] = ..., version: _Optional[str] = ..., first_group: _Optional[int] = ..., group_count: _Optional[int] = ...) -> None: ...
 
 class FetchFileRequest(_message.Message):
     __slots__ = ("name", "offset")
