@@ -61,6 +61,7 @@ _EXTRAS: Final = {
     "grpc_health": "server",
     "grpc_reflection": "server",
     "platformdirs": "client",
+    "prometheus_client": "server",
     "uvicorn": "gateway",
 }
 
