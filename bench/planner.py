@@ -90,7 +90,7 @@ def measure(name: str, rows: int, parts: tuple[Part, ...], bits: int, matrix: Ri
             block = Block(0, group, part, transposed=False, bits=bits)
             seed, c0, _ = block.encrypt(x, key)
             shape = (2, PARAMS.n, part.shape.input_blocks)
-            out0, out1 = products.product(matrix, Wanted(0, False, part, bits), seed, unpack(c0, shape))
+            ((out0, out1),) = products.products(matrix, Wanted(0, False, part, bits), [(seed, unpack(c0, shape))])
             block.decrypt(pack(out0, width), pack(out1, width), key)
 
     once()

@@ -529,10 +529,10 @@ def test_weights_kept_for_whole_answers_are_checked_anew_for_switched_ones() -> 
     matrix = RingMatrix(torch.full((1024, 1024), norm, dtype=torch.int8), 1, Int8Kernel())
     part = Part(slice(0, 1024), slice(0, 1024), BlockShape(1, 2, 1024, 1024, 1024))
     products, c0 = BlockProducts(1 << 30, CompiledBlocks(parallel=False)), np.zeros((2, PARAMS.n, 512), np.uint32)
-    products.product(matrix, Wanted(0, False, part, 0), bytes(32), c0)
+    products.products(matrix, Wanted(0, False, part, 0), [(bytes(32), c0)])
     assert products._kept
     with pytest.raises(RangeError, match="noise bound"):
-        products.product(matrix, Wanted(0, False, part, SWITCH_BITS), bytes(32), c0)
+        products.products(matrix, Wanted(0, False, part, SWITCH_BITS), [(bytes(32), c0)])
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_matrices_are_the_servers(bundles: Callable[..., Path], bits: int) -> No
     bundle = bundles("llama", weight_bits=bits)
     manifest = ModelManifest.load(bundle)
     matrices = load_matrices(bundle, manifest, list(manifest.groups))
-    for group, stored in zip(manifest.groups, MatrixStore(bundle).matrices, strict=True):
+    for group, stored in zip(manifest.groups, MatrixStore(bundle).matrices.values(), strict=True):
         rows = np.eye(group.in_features, dtype=np.uint32)
         product = stored.matmul(rows).astype(np.int64).T
         assert np.array_equal(np.where(product > 2**31, product - (2**32 - 5), product), matrices[group.name])

@@ -110,7 +110,7 @@ def served(weights: Any, x: Any, noise: int = 0) -> Any:
     (block,) = made.blocks
     seed, packed, _ = block.encrypt(x, key)
     c0 = unpack(packed, (2, PARAMS.n, block.part.shape.input_blocks))
-    out0, out1 = products.product(held, Wanted(0, False, block.part, 0), seed, c0)
+    ((out0, out1),) = products.products(held, Wanted(0, False, block.part, 0), [(seed, c0)])
     added = np.full((2, PARAMS.n, out0.shape[2]), noise, np.uint32)
     ntt(added)
     out0 = np.stack([(out0[i] + added[i]) % q for i, q in enumerate(PARAMS.primes)]).astype(np.uint32)
@@ -145,8 +145,8 @@ def test_blocks_that_could_decode_wrongly_are_refused_before_a_product() -> None
     shape = BlockShape(1, 2, 1024, 1024, 2048)
     part = Part(slice(0, 1024), slice(0, 2048), shape)
     with pytest.raises(RangeError, match="noise bound"):
-        BlockProducts(0, CompiledBlocks(parallel=False)).product(
-            held, Wanted(0, False, part, 0), bytes(32), np.zeros((2, PARAMS.n, 512), np.uint32)
+        BlockProducts(0, CompiledBlocks(parallel=False)).products(
+            held, Wanted(0, False, part, 0), [(bytes(32), np.zeros((2, PARAMS.n, 512), np.uint32))]
         )
 
 

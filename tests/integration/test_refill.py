@@ -29,7 +29,7 @@ class TwoFaced(InProcessServer):
 
     def __init__(self, bundle: Path) -> None:
         super().__init__(bundle)
-        for matrix in self.store.matrices:
+        for matrix in self.store.matrices.values():
             matrix.weights = -matrix.weights
 
 
@@ -120,7 +120,7 @@ def test_a_failed_check_is_told_and_the_pool_goes_though_the_ledger_is_held(
         keeper.prepare(1)
         keeper.fill_now()
         rows_of(keeper, link)  # which reserves the masks of the next one
-        for matrix in server.store.matrices:
+        for matrix in server.store.matrices.values():
             matrix.weights = -matrix.weights
         with Ledger(tmp_path / "state").locked(), pytest.raises(IntegrityError):
             rows_of(keeper, link)
@@ -136,7 +136,7 @@ def test_what_cannot_be_erased_does_not_hide_a_failed_check(
     with closing(TwoFaced(bundles("llama"))) as server, keeping(server, tmp_path) as (keeper, link):
         keeper.prepare(1)
         keeper.fill_now()
-        for matrix in server.store.matrices:
+        for matrix in server.store.matrices.values():
             matrix.weights = -matrix.weights
         monkeypatch.setattr(Store, "destroy", refuse)
         with pytest.raises(IntegrityError):
@@ -152,7 +152,7 @@ def test_whoever_meets_what_a_failed_check_left_hears_of_the_check(
     with closing(TwoFaced(bundles("llama"))) as server, keeping(server, tmp_path) as (keeper, link):
         keeper.prepare(1)
         keeper.fill_now()
-        for matrix in server.store.matrices:
+        for matrix in server.store.matrices.values():
             matrix.weights = -matrix.weights
         take = keeper.take
 

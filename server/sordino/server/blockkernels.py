@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 
 from sordino.server.kernel import I8
-from sordino.shared.packing import BlockShape, encode_weights, multiply, useful
+from sordino.shared.packing import BlockShape, Ciphertext, encode_weights, multiply, useful
 from sordino.shared.rlwe import PARAMS, U32, U64, switch, twiddles
 
 log = logging.getLogger(__name__)
@@ -30,16 +30,17 @@ class BlockKernel(Protocol):
         """Weights ``[out_features, in_features]`` as :meth:`answer` takes them, 8 bytes a weight."""
         ...
 
-    def answer(self, encoded: Iterable[Any], c0: U32, c1: Callable[[int], U32], shape: BlockShape, bits: int) -> Answer:
-        """Products with each of ``encoded``, one after the other.
+    def answer(
+        self, encoded: Iterable[Any], ciphertexts: Sequence[Ciphertext], shape: BlockShape, bits: int
+    ) -> list[Answer]:
+        """Products of each ciphertext with each of ``encoded``, one after the other.
 
         Args:
-            c0: ``[2, N, input_blocks]`` in NTT form.
-            c1: the other half modulo a prime, ``[N, input_blocks]``.
-            bits: of the modulus of the answer; 0 is q.
+            ciphertexts: of blocks of this shape.
+            bits: of the modulus of the answers; 0 is q.
 
         Returns:
-            As :meth:`sordino.server.blocks.BlockProducts.product`.
+            For each ciphertext as :meth:`sordino.server.blocks.BlockProducts.product`.
         """
         ...
 
@@ -55,14 +56,17 @@ class CompiledBlocks:
     def encode(self, weights: I8, shape: BlockShape) -> U32:
         return encode_weights(weights, shape, parallel=self._parallel)
 
-    def answer(self, encoded: Iterable[U32], c0: U32, c1: Callable[[int], U32], shape: BlockShape, bits: int) -> Answer:
+    def answer(
+        self, encoded: Iterable[U32], ciphertexts: Sequence[Ciphertext], shape: BlockShape, bits: int
+    ) -> list[Answer]:
         parts = [
-            multiply(weights, c0, c1, shape, coefficients=bits > 0, parallel=self._parallel) for weights in encoded
+            multiply(weights, ciphertexts, shape, coefficients=bits > 0, parallel=self._parallel) for weights in encoded
         ]
         first, second = parts[0]
         if len(parts) > 1:
-            first, second = (np.concatenate(halves, axis=2) for halves in zip(*parts, strict=True))
-        return (switch(first, bits), switch(second, bits)) if bits else (first, second)
+            first, second = (np.concatenate(halves, axis=3) for halves in zip(*parts, strict=True))
+        answers = [[np.ascontiguousarray(half[:, :, k]) for half in (first, second)] for k in range(len(ciphertexts))]
+        return [(switch(c0, bits), switch(c1, bits)) if bits else (c0, c1) for c0, c1 in answers]
 
 
 class TorchBlocks:
@@ -87,22 +91,25 @@ class TorchBlocks:
         return encoded.to(self._device).contiguous()
 
     def answer(
-        self, encoded: Iterable[torch.Tensor], c0: U32, c1: Callable[[int], U32], shape: BlockShape, bits: int
-    ) -> Answer:
-        both = np.stack([c0, np.stack([c1(i) for i in range(2)])])
-        sent = torch.from_numpy(both.view(np.int32)).to(self._device).view(2, 2, shape.points, shape.rows, -1)
-        # [prime, points, half * rows, input_blocks]
-        rows = sent.permute(1, 2, 0, 3, 4).reshape(2, shape.points, 2 * shape.rows, -1).to(torch.int64)
+        self, encoded: Iterable[torch.Tensor], ciphertexts: Sequence[Ciphertext], shape: BlockShape, bits: int
+    ) -> list[Answer]:
+        count = len(ciphertexts)
+        both = np.stack([np.stack([c0, np.stack([c1(i) for i in range(2)])]) for c0, c1 in ciphertexts], axis=1)
+        sent = torch.from_numpy(both.view(np.int32)).to(self._device)
+        sent = sent.view(2 * count, 2, shape.points, shape.rows, -1)
+        # [prime, points, half * ciphertext * row, input_blocks]
+        rows = sent.permute(1, 2, 0, 3, 4).reshape(2, shape.points, 2 * count * shape.rows, -1).to(torch.int64)
         out = torch.cat([self._multiply(weights, rows) for weights in encoded], dim=3)
         blocks = out.shape[3]
-        halves = out.view(2, shape.points, 2, shape.rows, blocks).permute(2, 0, 1, 3, 4)
-        halves = halves.reshape(2, 2, PARAMS.n, blocks)
+        halves = out.view(2, shape.points, 2 * count, shape.rows, blocks).permute(2, 0, 1, 3, 4)
+        halves = halves.reshape(2, count, 2, PARAMS.n, blocks)
         if not bits:
             whole: U32 = halves.to(torch.int32).cpu().numpy().view(np.uint32)
-            return whole[0], whole[1]
-        columns = self._intt(torch.cat([halves[0], halves[1]], dim=2))
-        positions = torch.from_numpy(useful(shape)).to(self._device)
-        return self._switch(columns[:, positions, :blocks], bits), self._switch(columns[:, :, blocks:], bits)
+            return [(whole[0, k], whole[1, k]) for k in range(count)]
+        columns = self._intt(halves.permute(2, 3, 0, 1, 4).reshape(2, PARAMS.n, -1))
+        each = columns.view(2, PARAMS.n, 2, count, blocks)
+        read = each[:, torch.from_numpy(useful(shape)).to(self._device), 0]
+        return [(self._switch(read[:, :, k], bits), self._switch(each[:, :, 1, k], bits)) for k in range(count)]
 
     def _multiply(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """``[prime, points, R, I]`` times ``[prime, points, I, O]`` modulo each prime, int64."""
@@ -150,8 +157,9 @@ def known_answer_test(kernel: BlockKernel) -> bool:
         words = hashlib.shake_256(stream).digest(16 * PARAMS.n * shape.input_blocks)
         both = np.frombuffer(words, "<u4").reshape(2, 2, PARAMS.n, -1) & np.uint32(0x3FFFFFF)
         for bits in (0, 41):
-            wanted = plain.answer([plain.encode(weights, shape)], both[0], both[1].__getitem__, shape, bits)
-            got = kernel.answer([kernel.encode(weights, shape)], both[0], both[1].__getitem__, shape, bits)
+            sent = [(both[0], both[1].__getitem__)]
+            (wanted,) = plain.answer([plain.encode(weights, shape)], sent, shape, bits)
+            (got,) = kernel.answer([kernel.encode(weights, shape)], sent, shape, bits)
             if not all(np.array_equal(a, b) for a, b in zip(wanted, got, strict=True)):
                 return False
     return True

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
 import numpy as np
 
-from sordino.server.blockkernels import BlockKernel
+from sordino.server.blockkernels import Answer, BlockKernel
 from sordino.server.kernel import I8, RingMatrix
 from sordino.shared.packing import Part
-from sordino.shared.rlwe import PARAMS, U32, U64, expand_uniform_of_prime
+from sordino.shared.rlwe import PARAMS, U32, expand_uniform_of_prime
 
 _POLYNOMIALS: Final = 1024  # encoded at a time when they are not kept: 16 MB
 _MOST_A_WEIGHT: Final = 32  # bytes that are kept
@@ -33,6 +33,13 @@ class Wanted:
     transposed: bool
     part: Part
     bits: int
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for requests that may be answered together."""
+        ins, outs = self.part.inputs, self.part.outputs
+        where = (ins.start, ins.stop, outs.start, outs.stop)
+        return (self.group, self.transposed, where, self.part.shape, self.bits)
 
 
 @dataclass(slots=True)
@@ -60,11 +67,11 @@ class BlockProducts:
         self._lock = threading.Lock()
         self._kept: dict[tuple[object, ...], _Kept] = {}
 
-    def product(self, matrix: RingMatrix, wanted: Wanted, seed: bytes, c0: U32) -> tuple[U32 | U64, U32 | U64]:
-        """Both halves of the answer.
+    def products(self, matrix: RingMatrix, wanted: Wanted, sent: Sequence[tuple[bytes, U32]]) -> list[Answer]:
+        """Both halves of each answer.
 
         Args:
-            c0: ``[2, N, input_blocks]``.
+            sent: seed and c0 ``[2, N, input_blocks]`` of each.
 
         Returns:
             ``[2, N, planes * output_blocks]`` twice, in NTT form; or with ``wanted.bits`` coefficients, ``[rows *
@@ -73,16 +80,11 @@ class BlockProducts:
         Raises:
             RangeError: the weights of a block are so large that the answer could decode wrongly.
         """
-
-        @cache  # asked for by each plane
-        def c1(prime: int) -> U32:
-            return expand_uniform_of_prime(seed, 0, c0.shape[1:], prime)
-
-        return self._kernel.answer(self._encoded(matrix, wanted), c0, c1, wanted.part.shape, wanted.bits)
+        ciphertexts = [(c0, _random_half(seed, c0)) for seed, c0 in sent]
+        return self._kernel.answer(self._encoded(matrix, wanted), ciphertexts, wanted.part.shape, wanted.bits)
 
     def _encoded(self, matrix: RingMatrix, wanted: Wanted) -> Iterator[Any]:
-        ins, outs = wanted.part.inputs, wanted.part.outputs
-        key = (wanted.group, ins.start, ins.stop, outs.start, outs.stop, wanted.part.shape)
+        key = wanted.key[:-1]  # the modulus of the answer changes no weight
         with self._lock:
             kept = None if wanted.transposed else self._kept.get(key)
             if kept is not None:
@@ -121,6 +123,14 @@ class BlockProducts:
                     break
                 used -= self._kept.pop(key).size
             return used + size <= self._limit
+
+
+def _random_half(seed: bytes, c0: U32) -> Callable[[int], U32]:
+    @cache  # asked for by each plane
+    def of_prime(i: int) -> U32:
+        return expand_uniform_of_prime(seed, 0, c0.shape[1:], i)
+
+    return of_prime
 
 
 def _planes(matrix: RingMatrix, wanted: Wanted) -> Iterator[I8]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -33,26 +34,32 @@ def _reduce(sums: NDArray[np.float64], q: float, out: U32) -> None:
             out[i, j] = np.uint32(np.int64(r))
 
 
-def product_of_masks(weights64: torch.Tensor, seed: bytes, block: int, c0: U32) -> tuple[U32, U32]:
-    """W times one ciphertext per input channel, at some evaluation points.
+def products_of_masks(weights64: torch.Tensor, sent: Sequence[tuple[bytes, int, U32]]) -> list[tuple[U32, U32]]:
+    """W times one ciphertext per input channel, at some evaluation points; of all that was sent in one product.
 
     Args:
         weights64: W as float64, ``[planes * m, n]``, on the device that computes.
-        seed: of the random half; block: which block of points.
-        c0: ``[2, points, n]``.
+        sent: of each: the seed of the random half, which block of points, and c0 ``[2, points, n]``.
 
     Returns:
-        Both halves of the result, ``[2, points, planes * m]`` each.
+        Both halves of each result, ``[2, points, planes * m]``.
     """
-    _, points, n = c0.shape
-    c1 = expand_uniform(seed, block, (points, n))
-    stacked = torch.from_numpy(np.stack([c0, c1])).to(weights64.device).to(torch.float64)
-    sums = (stacked.view(4 * points, n) @ weights64.t()).cpu().numpy().reshape(2, 2, points, -1)
-    out = np.empty(sums.shape, np.uint32)
-    for half in range(2):
-        for i, q in enumerate(PARAMS.primes):
-            _reduce(sums[half, i], float(q), out[half, i])
-    return out[0], out[1]
+    halves = []
+    for seed, block, c0 in sent:
+        c1 = expand_uniform(seed, block, c0.shape[1:])
+        halves.append(np.stack([c0, c1]).reshape(-1, c0.shape[2]))
+    stacked = torch.from_numpy(np.concatenate(halves)).to(weights64.device).to(torch.float64)
+    sums = (stacked @ weights64.t()).cpu().numpy()
+    results, first = [], 0
+    for half in halves:
+        some = sums[first : first + len(half)].reshape(2, 2, len(half) // 4, -1)
+        first += len(half)
+        out = np.empty(some.shape, np.uint32)
+        for k in range(2):
+            for i, q in enumerate(PARAMS.primes):
+                _reduce(some[k, i], float(q), out[k, i])
+        results.append((out[0], out[1]))
+    return results
 
 
 def few_arenas() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,15 +16,18 @@ from numpy.typing import NDArray
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server.auth import identity_of
-from sordino.server.blockkernels import choose_block_kernel
-from sordino.server.blocks import BlockProducts, Wanted
+from sordino.server.blockkernels import Answer
+from sordino.server.blocks import Wanted
 from sordino.server.decoding import Waits
-from sordino.server.kernel import RingMatrix
-from sordino.server.pages import PageSession, PageStore, evaluate
+from sordino.server.engine import Engine, LocalEngine
+from sordino.server.pages import evaluate
+from sordino.server.pagestore import PageSession, PageStore
 from sordino.server.places import Places, Room
-from sordino.server.provision import product_of_masks, return_memory
+from sordino.server.provision import return_memory
+from sordino.server.scheduler import Scheduler
 from sordino.server.store import MatrixStore
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, RangeError, UnknownGroupError
+from sordino.shared.manifest import GroupSpec
 from sordino.shared.packing import BlockShape, Part
 from sordino.shared.pages import LEVELS, Level, N, Read, pack_answers
 from sordino.shared.ring import P
@@ -34,6 +36,7 @@ from sordino.shared.rlwe import (
     RESIDUE_BITS,
     SEED_BYTES,
     SWITCH_BITS,
+    U32,
     RlweParams,
     expand_uniform,
     pack,
@@ -45,9 +48,9 @@ from sordino.shared.transport import BUNDLE_CHUNK_BYTES, DEFAULT_MAX_MESSAGE_BYT
 Context = grpc.ServicerContext
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sordino"].full_name
 
-# A product with fewer multiplications runs on one core: waking others costs more than they save, and small products of
-# several sessions then run side by side.
-_NARROW_PRODUCTS = 16_000_000
+_BATCH_ROWS = 256  # of a joint product; a wider request is done in pieces, so that others come in between
+_BATCH_BLOCKS = 8  # requests: each has megabytes
+_WAITING_ROWS = 1 << 18  # of all that wait together, in masked products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,8 @@ class Limits:
     max_provisioning: int = 8
     max_provisioning_per_identity: int = 4
     max_encoded_bytes: int = 2 << 30
+    # Products of several sessions that wait for the same group are made together.
+    batching: bool = True
     max_attention: int = 64
     max_attention_per_identity: int = 16
     # Pages of KV caches: of all sessions, and of one. After kv_evict_s without a call a session's pages may make room
@@ -92,6 +97,7 @@ class SordinoService(pb_grpc.SordinoServicer):
 
     Args:
         store: the matrices.
+        engine: what computes; this process on its own if there is none.
         limits: see :class:`Limits`.
         allow_clear: answer ``PROTOCOL_CLEAR``, rows without masks; for tests and benchmarks only.
 
@@ -101,17 +107,27 @@ class SordinoService(pb_grpc.SordinoServicer):
         pages: of the KV caches of all open ``Attend`` streams.
     """
 
-    def __init__(self, store: MatrixStore, limits: Limits, *, allow_clear: bool = False) -> None:
+    def __init__(
+        self, store: MatrixStore, limits: Limits, *, engine: Engine | None = None, allow_clear: bool = False
+    ) -> None:
         self.waits = Waits()
         self.places = _places(limits)
         self._store = store
         self._limits = limits
         self._protocols = [pb.PROTOCOL_MASKED, pb.PROTOCOL_RLWE, *([pb.PROTOCOL_CLEAR] if allow_clear else [])]
-        self._cores = torch.get_num_threads()
-        kernel = choose_block_kernel(store.device, parallel=self._cores > 1)
-        self._blocks = BlockProducts(limits.max_encoded_bytes, kernel)
+        self._parallel = torch.get_num_threads() > 1
+        self._engine = engine = engine or LocalEngine(store, limits.max_encoded_bytes)
+        together = limits.batching
+        self._products: Scheduler[int, U32, U32] = Scheduler(
+            self._joint_product, places=engine.places, most=_BATCH_ROWS, waiting=_WAITING_ROWS, together=together
+        )
+        self._blocks: Scheduler[Hashable, tuple[Wanted, bytes, U32], Answer] = Scheduler(
+            self._joint_blocks, most=_BATCH_BLOCKS, together=together
+        )
+        self._masks: Scheduler[int, tuple[bytes, int, U32], tuple[U32, U32]] = Scheduler(
+            engine.masks, most=_BATCH_ROWS, together=together
+        )
         self.pages = PageStore(limits.max_page_bytes, limits.max_page_bytes_per_session, limits.kv_evict_s)
-        self._wide = threading.Lock()
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -122,6 +138,8 @@ class SordinoService(pb_grpc.SordinoServicer):
             max_message_bytes=self._limits.max_message_bytes,
             protocols=self._protocols,
             version=version("sordino"),
+            first_group=self._store.held.start,
+            group_count=0 if self._store.is_whole else len(self._store.held),
         )
 
     def FetchFile(self, request: pb.FetchFileRequest, context: Context) -> Iterator[pb.FileChunk]:  # noqa: N802
@@ -142,49 +160,37 @@ class SordinoService(pb_grpc.SordinoServicer):
     def Provision(  # noqa: N802
         self, request_iterator: Iterator[pb.ProvisionRequest], context: Context
     ) -> Iterator[pb.ProvisionResponse]:
-        del context
-        with _memory_returned():
-            yield from self._provision(request_iterator)
-
-    def _provision(self, requests: Iterator[pb.ProvisionRequest]) -> Iterator[pb.ProvisionResponse]:
-        weights: tuple[int, torch.Tensor] | None = None
-        for request in requests:
-            kind = request.WhichOneof("kind")
-            matrix = self._matrix(request.group)
-            with self._all_cores():
+        try:
+            for request in request_iterator:
+                kind = request.WhichOneof("kind")
                 if kind == "masks":
-                    if weights is None or weights[0] != request.group:
-                        weights = (request.group, matrix.weights.to(torch.float64))
-                    response = self._masks(request, matrix, weights[1])
+                    c0, c1 = self._mask_products(request, context)
                 elif kind == "block":
-                    c0, c1 = self._block(request.group, request.seed, request.c0, request.block, matrix)
-                    response = pb.ProvisionResponse(group=request.group, c0=c0, c1=c1)
+                    c0, c1, _ = self._block(request.group, request.seed, request.c0, request.block, context)
                 else:
                     raise ProtocolError("a provisioning request holds masks or a block, this one neither")
-            yield response
+                yield pb.ProvisionResponse(group=request.group, c0=c0, c1=c1)
+        finally:
+            self._engine.rest()
+            return_memory()
 
     def Evaluate(  # noqa: N802
         self, request_iterator: Iterator[pb.EvaluateRequest], context: Context
     ) -> Iterator[pb.EvaluateResponse]:
-        del context
         with _memory_returned():
-            yield from self._evaluate(request_iterator)
-
-    def _evaluate(self, request_iterator: Iterator[pb.EvaluateRequest]) -> Iterator[pb.EvaluateResponse]:
-        torch.set_num_threads(1)  # of this thread's products
-        opened = False
-        answer = self._product
-        for request in request_iterator:
-            if not opened:
-                self._check_open(request)
-                opened = True
-                if request.open.protocol == pb.PROTOCOL_RLWE:
-                    answer = self._encrypted_product
-                yield pb.EvaluateResponse(id=request.id)
-                continue
-            if request.HasField("open"):
-                raise ProtocolError("`open` belongs on the first message of a stream only")
-            yield answer(request, self._matrix(request.group))
+            opened = False
+            answer = self._product
+            for request in request_iterator:
+                if not opened:
+                    self._check_open(request)
+                    opened = True
+                    if request.open.protocol == pb.PROTOCOL_RLWE:
+                        answer = self._encrypted_product
+                    yield pb.EvaluateResponse(id=request.id)
+                    continue
+                if request.HasField("open"):
+                    raise ProtocolError("`open` belongs on the first message of a stream only")
+                yield answer(request, context)
 
     def Attend(  # noqa: N802
         self, request_iterator: Iterator[pb.AttendRequest], context: Context
@@ -220,49 +226,72 @@ class SordinoService(pb_grpc.SordinoServicer):
         if first.fingerprint != self._store.manifest.fingerprint:
             raise FingerprintError("the server holds another split than the client: connect again to fetch its bundle")
 
-    def _matrix(self, group: int) -> RingMatrix:
-        if group >= len(self._store.matrices):
-            raise UnknownGroupError(f"group {group} does not exist: the bundle has {len(self._store.matrices)}")
-        return self._store.matrices[group]
+    def _group(self, index: int) -> GroupSpec:
+        """
+        Raises:
+            UnknownGroupError: it does not exist, or another server has it.
+        """
+        groups, held = self._store.manifest.groups, self._store.held
+        if index >= len(groups):
+            raise UnknownGroupError(f"group {index} does not exist: the bundle has {len(groups)}")
+        if index not in held:
+            raise UnknownGroupError(f"group {index} is not here: this server has {held.start} to {held.stop - 1}")
+        return groups[index]
 
-    def _product(self, request: pb.EvaluateRequest, matrix: RingMatrix) -> pb.EvaluateResponse:
-        expected = 4 * request.rows * matrix.in_features
+    def _product(self, request: pb.EvaluateRequest, context: Context) -> pb.EvaluateResponse:
+        group = self._group(request.group)
+        expected = 4 * request.rows * group.in_features
         if not request.rows or len(request.data) != expected:
             raise ProtocolError(
-                f"{len(request.data)} bytes for {request.rows} rows of {matrix.in_features}, expected {expected}"
+                f"{len(request.data)} bytes for {request.rows} rows of {group.in_features}, expected {expected}"
             )
-        self._bound_answer(4 * request.rows * matrix.out_features)
-        rows = np.frombuffer(request.data, dtype="<u4").reshape(request.rows, matrix.in_features)
+        self._bound_answer(4 * request.rows * group.out_features)
+        rows = np.frombuffer(request.data, dtype="<u4").reshape(request.rows, group.in_features)
         if int(rows.max()) >= P:
             raise RangeError("an element is not below p")
-        if rows.size * matrix.out_features < _NARROW_PRODUCTS:
-            start = time.perf_counter()
-            product = matrix.matmul(rows)
-        else:
-            with self._all_cores():
-                start = time.perf_counter()
-                product = matrix.matmul(rows)
-        data = product.astype("<u4", copy=False).tobytes()
-        return pb.EvaluateResponse(id=request.id, data=data, compute_us=_since(start))
+        holder, parts, spent = identity_of(context), [], 0.0
+        for first in range(0, len(rows), _BATCH_ROWS):
+            some = rows[first : first + _BATCH_ROWS]
+            product, seconds = self._products.run(
+                request.group, some, size=len(some), holder=holder, active=context.is_active
+            )
+            parts.append(product)
+            spent += seconds
+        data = b"".join(part.astype("<u4", copy=False).tobytes() for part in parts)
+        return pb.EvaluateResponse(id=request.id, data=data, compute_us=_microseconds(spent))
 
-    def _encrypted_product(self, request: pb.EvaluateRequest, matrix: RingMatrix) -> pb.EvaluateResponse:
-        with self._all_cores():
-            start = time.perf_counter()
-            c0, c1 = self._block(request.group, request.seed, request.data, request.block, matrix)
-            return pb.EvaluateResponse(id=request.id, data=c0, c1=c1, compute_us=_since(start))
+    def _joint_product(self, group: int, several: list[U32]) -> list[U32]:
+        if len(several) == 1:
+            return [self._engine.product(group, several[0])]
+        product = self._engine.product(group, np.concatenate(several))
+        return np.split(product, np.cumsum([len(rows) for rows in several])[:-1])
 
-    def _masks(self, request: pb.ProvisionRequest, matrix: RingMatrix, weights64: torch.Tensor) -> pb.ProvisionResponse:
-        points = request.masks.points
+    def _joint_blocks(self, _: Hashable, several: list[tuple[Wanted, bytes, U32]]) -> list[Answer]:
+        return self._engine.blocks(several[0][0], [(seed, c0) for _, seed, c0 in several])
+
+    def _encrypted_product(self, request: pb.EvaluateRequest, context: Context) -> pb.EvaluateResponse:
+        c0, c1, seconds = self._block(request.group, request.seed, request.data, request.block, context)
+        return pb.EvaluateResponse(id=request.id, data=c0, c1=c1, compute_us=_microseconds(seconds))
+
+    def _mask_products(self, request: pb.ProvisionRequest, context: Context) -> tuple[bytes, bytes]:
+        points, group = request.masks.points, self._group(request.group)
         if not 1 <= points <= PARAMS.n or request.masks.block >= PARAMS.n:
             raise ProtocolError(f"a block has 1 to {PARAMS.n} points and an index below {PARAMS.n}")
-        self._bound_answer(2 * packed_bytes(2 * points * matrix.weights.shape[0]))
-        c0 = _residues(request.seed, request.c0, (2, points, matrix.in_features))
-        out0, out1 = product_of_masks(weights64, request.seed, request.masks.block, c0)
-        return pb.ProvisionResponse(group=request.group, c0=pack(out0), c1=pack(out1))
+        self._bound_answer(2 * packed_bytes(2 * points * group.planes * group.out_features))
+        c0 = _residues(request.seed, request.c0, (2, points, group.in_features))
+        (out0, out1), _ = self._masks.run(
+            request.group,
+            (request.seed, request.masks.block, c0),
+            size=points,
+            holder=identity_of(context),
+            active=context.is_active,
+        )
+        return pack(out0), pack(out1)
 
     def _block(
-        self, group: int, seed: bytes, packed: bytes, block: pb.BlockProduct, matrix: RingMatrix
-    ) -> tuple[bytes, bytes]:
+        self, index: int, seed: bytes, packed: bytes, block: pb.BlockProduct, context: Context
+    ) -> tuple[bytes, bytes, float]:
+        group = self._group(index)
         filled = block.rows * block.inputs * block.outputs
         if not filled or block.rows & (block.rows - 1) or filled > PARAMS.n:
             raise ProtocolError(f"a block has a power of two of rows and at most {PARAMS.n} coefficients")
@@ -271,7 +300,7 @@ class SordinoService(pb_grpc.SordinoServicer):
             raise ProtocolError(f"a block that leaves half of its {PARAMS.n} coefficients empty")
         if block.answer_bits not in (0, SWITCH_BITS):
             raise ProtocolError(f"answers are modulo q or 2^{SWITCH_BITS}, not 2^{block.answer_bits}")
-        n, m = matrix.in_features, matrix.out_features
+        n, m = group.in_features, group.out_features
         if block.transposed:
             n, m = m, n
         inputs = _range("inputs", block.first_input, block.input_count, n)
@@ -279,21 +308,20 @@ class SordinoService(pb_grpc.SordinoServicer):
         shape = BlockShape(
             block.rows, block.inputs, block.outputs, inputs.stop - inputs.start, outputs.stop - outputs.start
         )
-        self._bound_answer(matrix.planes * shape.download_bytes(block.answer_bits))
+        self._bound_answer(group.planes * shape.download_bytes(block.answer_bits))
         c0 = _residues(seed, packed, (2, PARAMS.n, shape.input_blocks))
-        wanted = Wanted(group, block.transposed, Part(inputs, outputs, shape), block.answer_bits)
+        wanted = Wanted(index, block.transposed, Part(inputs, outputs, shape), block.answer_bits)
         bits = block.answer_bits or RESIDUE_BITS
-        out0, out1 = self._blocks.product(matrix, wanted, seed, c0)
-        return pack(out0, bits), pack(out1, bits)
+        (out0, out1), seconds = self._blocks.run(
+            wanted.key, (wanted, seed, c0), holder=identity_of(context), active=context.is_active
+        )
+        return pack(out0, bits), pack(out1, bits), seconds
 
     def _attend(self, request: pb.AttendRequest, session: PageSession) -> pb.AttendResponse:
         start = time.perf_counter()
         kind = request.WhichOneof("kind")
         if kind == "append":
-            # Each on its own, so that one that is dropped gives its memory back.
-            self.pages.append(
-                session, request.append.first, [page.copy() for page in _ciphertexts(request.append.pages)]
-            )
+            self.pages.append(session, request.append.first, _ciphertexts(request.append.pages))
             return pb.AttendResponse(id=request.id, compute_us=_since(start))
         if kind == "drop":
             self.pages.drop(session, request.drop.pages)
@@ -318,12 +346,12 @@ class SordinoService(pb_grpc.SordinoServicer):
             sums.append([(k, place[number]) for k, number in zip(one.operands, one.pages, strict=True)])
         if not sums:
             raise ProtocolError("a request for products without a sum")
-        with self._all_cores():
+        # Without the cores: it may wait for the requests of others, which need them.
+        pages = self.pages.find(session, numbers, level)
+        with self._engine.all_cores():
             start = time.perf_counter()
-            # First the operands, whose stated number is compared with their length: it bounds the copy of the pages.
             operands = _ciphertexts(wanted.operands)
-            pages = session.find(numbers, level)
-            answers = evaluate(operands, pages, sums, read, level, parallel=self._cores > 1)
+            answers = evaluate(operands, pages, sums, read, level, parallel=self._parallel)
         c0, c1, c2 = pack_answers(answers, level)
         return pb.AttendResponse(id=request.id, c0=c0, c1=c1, c2=c2, compute_us=_since(start))
 
@@ -332,16 +360,6 @@ class SordinoService(pb_grpc.SordinoServicer):
             raise LimitError(
                 f"the answer would have {size} bytes, the limit is {self._limits.max_message_bytes}: ask in parts"
             )
-
-    @contextmanager
-    def _all_cores(self) -> Iterator[None]:
-        """One wide product at a time, on all cores; afterwards this thread is back to one."""
-        with self._wide:
-            torch.set_num_threads(self._cores)
-            try:
-                yield
-            finally:
-                torch.set_num_threads(1)
 
 
 @contextmanager
@@ -398,5 +416,9 @@ def _ciphertexts(sent: pb.Ciphertexts) -> NDArray[np.uint32]:
 
 
 def _since(start: float) -> int:
-    """Microseconds, never 0, which would not be sent: the size of an answer depends on its shape alone."""
-    return max(1, int((time.perf_counter() - start) * 1e6))
+    return _microseconds(time.perf_counter() - start)
+
+
+def _microseconds(seconds: float) -> int:
+    """Never 0, which would not be sent: the size of an answer depends on its shape alone."""
+    return max(1, int(seconds * 1e6))

@@ -16,11 +16,27 @@ from sordino.shared.rlwe import PARAMS
 _CHECKED_AT_ONCE = 1 << 17
 
 
+def held_groups(manifest: ModelManifest, layers: tuple[int, int] | None) -> range:
+    """The groups of layers ``first`` to ``last``, both included; of the last layer also what comes after it.
+
+    Raises:
+        BundleError: there are none.
+    """
+    if layers is None:
+        return range(len(manifest.groups))
+    top = max(group.layer for group in manifest.groups)
+    found = [index for index, group in enumerate(manifest.groups) if layers[0] <= group.layer <= layers[1]]
+    if not found:
+        raise BundleError(f"the bundle has no groups of layers {layers[0]} to {layers[1]}: it has layers 0 to {top}")
+    return range(found[0], found[-1] + 1)
+
+
 class MatrixStore:
     """Loads a bundle made by ``sordino split``.
 
     Args:
         bundle: the folder with manifest.json, client/ and server/.
+        layers: load the groups of these alone, as a stage of a pipeline; all without.
         device: "cpu", "cuda", "cuda:1", ...
         verify: hash every file first (one read of the bundle).
 
@@ -29,14 +45,21 @@ class MatrixStore:
         RangeError: a matrix breaks the noise bound of §4.2.
     """
 
-    def __init__(self, bundle: Path, device: str = "cpu", *, verify: bool = True) -> None:
+    def __init__(
+        self, bundle: Path, device: str = "cpu", *, layers: tuple[int, int] | None = None, verify: bool = True
+    ) -> None:
         self.bundle = bundle
         self.manifest = ModelManifest.load(bundle)
+        self.held = held_groups(self.manifest, layers)
         self.device = torch.device(device)
         if verify:
             self._verify()
         self.kernel = choose_kernel(self.device)
         self.matrices = self._load()
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.held) == len(self.manifest.groups)
 
     def client_file(self, name: str) -> Path | None:
         """The path of a file of the client bundle, or None when the manifest does not list it."""
@@ -51,15 +74,17 @@ class MatrixStore:
                 if sha256_file(path) != spec:
                     raise BundleError(f"{folder}/{name} was changed after the split: its SHA-256 is not the manifest's")
 
-    def _load(self) -> list[RingMatrix]:
+    def _load(self) -> dict[int, RingMatrix]:
         tensors: dict[str, torch.Tensor] = {}
+        wanted = {self.manifest.groups[index].name for index in self.held}
         for name in self.manifest.server_files:
             if name.endswith(".safetensors"):
                 with safe_open(self.bundle / SERVER_DIR / name, framework="pt", device=str(self.device)) as file:
-                    for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    for key in wanted.intersection(file.keys()):
                         tensors[key] = file.get_tensor(key)
-        matrices = []
-        for group in self.manifest.groups:
+        matrices = {}
+        for index in self.held:
+            group = self.manifest.groups[index]
             weights = tensors.get(group.name)
             shape = (group.planes * group.out_features, group.in_features)
             if weights is None or weights.dtype != torch.int8 or tuple(weights.shape) != shape:
@@ -67,7 +92,7 @@ class MatrixStore:
             if group.in_features > MAX_IN_FEATURES:
                 raise BundleError(f"group {group.name!r}: rows longer than {MAX_IN_FEATURES} are not supported")
             self._check_bounds(group.name, group.planes, group.l1_max, weights)
-            matrices.append(RingMatrix(weights, group.planes, self.kernel))
+            matrices[index] = RingMatrix(weights, group.planes, self.kernel)
         return matrices
 
     def _check_bounds(self, name: str, planes: int, l1_stated: int, weights: torch.Tensor) -> None:

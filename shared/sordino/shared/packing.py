@@ -39,6 +39,8 @@ from sordino.shared.rlwe import (
 )
 
 I8 = NDArray[np.int8]
+# c0 ``[2, n, blocks]`` in NTT form, and the other half modulo a prime, ``[n, blocks]``, made where it is needed.
+Ciphertext = tuple[U32, Callable[[int], U32]]
 # Measured, all layers of SmolLM2-135M on one core, a row, with all turning: along points is faster for few rows to a
 # block, along outputs for many.
 _MANY_POINTS: Final = 512
@@ -394,57 +396,59 @@ def read_coefficients(a: U32, i: int, shape: BlockShape, params: RlweParams = PA
 
 def multiply(
     weights: U32,
-    c0: U32,
-    c1: Callable[[int], U32],
+    ciphertexts: Sequence[Ciphertext],
     shape: BlockShape,
     params: RlweParams = PARAMS,
     *,
     coefficients: bool = False,
     parallel: bool = False,
 ) -> tuple[U32, U32]:
-    """The encrypted product: ``weights`` from :func:`encode_weights` times both halves of some ciphertexts.
+    """Encrypted products: ``weights`` from :func:`encode_weights` times each of some ciphertexts of one shape.
 
     Args:
-        c0: ``[2, n, I]``.
-        c1: the other half modulo a prime, ``[n, I]``; asked for in the prime's thread.
-        coefficients: transform the result back.
+        coefficients: transform the results back.
         parallel: a thread for each prime, from the beginning to the end.
 
     Returns:
-        Both halves ``[2, n, output_blocks]`` in NTT form; or as coefficients, of c0 those at :func:`useful` positions.
+        Both halves ``[2, n, ciphertexts, output_blocks]`` in NTT form; or as coefficients, of c0 those at
+        :func:`useful` positions.
     """
-    points, rows, blocks = shape.points, shape.rows, shape.input_blocks
+    points, rows, blocks, count = shape.points, shape.rows, shape.input_blocks, len(ciphertexts)
     many = points >= _MANY_POINTS
     outputs = weights.shape[2] if many else weights.shape[3]
-    read = len(useful(shape)) if coefficients else params.n
-    out0, out1 = np.empty((2, read, outputs), np.uint32), np.empty((2, params.n, outputs), np.uint32)
+    columns, read = count * outputs, len(useful(shape)) if coefficients else params.n
+    out0, out1 = np.empty((2, read, columns), np.uint32), np.empty((2, params.n, columns), np.uint32)
 
     # The prime comes first, so that each thread has contiguous arrays: strided ones would not be vectorised.
     def work(i: int) -> None:
-        halves = [half.reshape(points, rows, blocks) for half in (c0[i], c1(i))]
+        # The rows of all ciphertexts, one after the other, meet each weight together.
+        halves = [[half.reshape(points, rows, blocks) for half in (c0[i], c1(i))] for c0, c1 in ciphertexts]
         if many:
-            turned = np.empty((2, rows, blocks, points), np.uint32)
-            for half, place in zip(halves, turned, strict=True):
-                _turn_in(half, place)
-            out = np.empty((2, rows, outputs, points), np.uint32)
-            _along_points(weights[i], turned, params.primes[i], out)
+            turned = np.empty((2, count, rows, blocks, points), np.uint32)
+            for k, both in enumerate(halves):
+                for half in range(2):
+                    _turn_in(both[half], turned[half, k])
+            out = np.empty((2, count * rows, outputs, points), np.uint32)
+            _along_points(weights[i], turned.reshape(2, count * rows, blocks, points), params.primes[i], out)
         else:
-            across = np.empty((2, points, rows, outputs), np.uint32)
-            _along_outputs(weights[i], np.stack(halves), params.primes[i], across)
+            together = np.stack([np.concatenate([both[half] for both in halves], axis=1) for half in range(2)])
+            across = np.empty((2, points, count * rows, outputs), np.uint32)
+            _along_outputs(weights[i], together, params.primes[i], across)
             out = across.transpose(0, 2, 3, 1)
+        each = out.reshape(2 * count, rows, outputs, points)
         if coefficients and not shape.folds:  # both halves in one transform: its vectors are filled better
-            both = np.empty((points, rows, 2, outputs), np.uint32)
-            _turn_out(out, both)
-            intt_of_prime(both.reshape(params.n, 2 * outputs), i, params)
-            whole = both.reshape(params.n, 2, outputs)
-            out0[i], out1[i] = whole[useful(shape), 0], whole[:, 1]
+            whole = np.empty((points, rows, 2 * count, outputs), np.uint32)
+            _turn_out(each, whole)
+            intt_of_prime(whole.reshape(params.n, 2 * columns), i, params)
+            flat = whole.reshape(params.n, 2, columns)
+            out0[i], out1[i] = flat[useful(shape), 0], flat[:, 1]
             return
-        first = np.empty((params.n, outputs), np.uint32) if coefficients else out0[i]
-        _turn_out(out[:1], first.reshape(points, rows, 1, outputs))
-        _turn_out(out[1:], out1[i].reshape(points, rows, 1, outputs))
+        first = np.empty((params.n, columns), np.uint32) if coefficients else out0[i]
+        _turn_out(each[:count], first.reshape(points, rows, count, outputs))
+        _turn_out(each[count:], out1[i].reshape(points, rows, count, outputs))
         if coefficients:
             out0[i] = read_coefficients(first, i, shape, params)
             intt_of_prime(out1[i], i, params)
 
     each_prime(work, parallel)
-    return out0, out1
+    return out0.reshape(2, read, count, outputs), out1.reshape(2, params.n, count, outputs)

@@ -53,7 +53,8 @@ def product() -> tuple[SecretKey, NDArray[np.int8], NDArray[np.uint32], I64]:
     encoded = packing.encode_rows(x, part.shape)
     c1 = expand_uniform(bytes(32), 0, encoded.shape)
     c0, w = key.encrypt(encoded, c1), packing.encode_weights(weights, part.shape)
-    out = packing.multiply(w, c0, lambda i: c1[i], part.shape, parallel=True)
+    halves = packing.multiply(w, [(c0, c1.__getitem__)], part.shape, parallel=True)
+    out = [half[:, :, 0] for half in halves]
     # 2^32 * 2^7 * 64 < 2^53: exact in float64
     y = (x.astype(np.float64) @ weights.T.astype(np.float64)).astype(np.int64) % P
     return key, weights, out, y

@@ -18,6 +18,7 @@ from sordino.client.pages import (
     output_error,
     score_error,
 )
+from sordino.server.pagepool import Pages
 from sordino.server.pages import evaluate
 from sordino.shared.errors import ProtocolError, RangeError
 from sordino.shared.pages import COARSE_BITS, KEYS, VALUES, Level, N, PageShape, Read, pack_answers, unpack_answers
@@ -45,10 +46,17 @@ def ciphertexts(key: PageKey, polynomials: np.ndarray, level: Level = KEYS, para
     return np.ascontiguousarray(np.stack(halves).transpose(2, 0, 1, 3))
 
 
+def stored(ciphertexts: np.ndarray) -> Pages:
+    """As a page memory has them."""
+    count, _, primes, _ = ciphertexts.shape
+    residues = np.ascontiguousarray(ciphertexts.transpose(0, 2, 1, 3)).reshape(-1, 2, N)
+    return Pages(residues, np.arange(count * primes).reshape(count, primes))
+
+
 def product(
     key: PageKey, a: np.ndarray, b: np.ndarray, sums: list[list[tuple[int, int]]], read: Read, level: Level = KEYS
 ) -> np.ndarray:
-    answers = evaluate(ciphertexts(key, a, level), ciphertexts(key, b, level), sums, read, level)
+    answers = evaluate(ciphertexts(key, a, level), stored(ciphertexts(key, b, level)), sums, read, level)
     return key.decrypt(pack_answers(answers, level), len(sums), read, level)
 
 
@@ -216,12 +224,12 @@ def test_two_threads_give_the_same(key: PageKey, level: Level) -> None:
     rng, shape = np.random.default_rng(3), shape_of(64)
     a, b = (ciphertexts(key, rng.uniform(-1e9, 1e9, (20, N)), level) for _ in range(2))
     sums = [[(i, i)] for i in range(20)]
-    one, two = (evaluate(a, b, sums, shape.scores, level, parallel=parallel) for parallel in (False, True))
+    one, two = (evaluate(a, stored(b), sums, shape.scores, level, parallel=parallel) for parallel in (False, True))
     assert all(np.array_equal(x, y) for x, y in zip(one, two, strict=True))
     m = np.rint(rng.uniform(-1e9, 1e9, (33, N)))
     ones = ciphertexts(key, np.eye(1, N) * 2.0**20, level)
     sent, whole = ciphertexts(key, m, level, parallel=True), Read(0, 1, N)
-    answers = evaluate(sent, ones, [[(i, 0)] for i in range(33)], whole, level)
+    answers = evaluate(sent, stored(ones), [[(i, 0)] for i in range(33)], whole, level)
     read = decoded(key.decrypt(pack_answers(answers, level), 33, whole, level), 2.0**20, level)
     # The answer is 2^50 modulo q, which is read with `bits`; the noise of `ones` meets 4096 coefficients of 10^9.
     noise = 3.3 * 1e9 * np.sqrt(N / 3) / 2**20

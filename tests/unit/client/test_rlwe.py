@@ -197,7 +197,9 @@ def block_product(weights: Any, x: Any, part: packing.Part, key: SecretKey, bits
     encoded = packing.encode_rows(x[:, part.inputs], shape)
     c1 = expand_uniform(bytes(32), 3, encoded.shape)
     w = packing.encode_weights(weights[part.outputs, part.inputs], shape)
-    out0, out1 = packing.multiply(w, key.encrypt(encoded, c1), lambda i: c1[i], shape, coefficients=bits > 0)
+    sent = [(key.encrypt(encoded, c1), c1.__getitem__)]
+    halves = packing.multiply(w, sent, shape, coefficients=bits > 0)
+    out0, out1 = (np.ascontiguousarray(half[:, :, 0]) for half in halves)
     if not bits:
         return packing.decode_rows(key.decrypt(out0, out1)[packing.useful(shape)], shape)
     return packing.decode_rows(key.decrypt_switched(switch(out0, bits), switch(out1, bits), shape, bits), shape)

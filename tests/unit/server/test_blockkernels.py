@@ -43,7 +43,7 @@ def answers(kernel: BlockKernel, shape: BlockShape, bits: int, *, largest: bool 
         kernel.encode(part, BlockShape(shape.rows, shape.inputs, shape.outputs, shape.in_features, part.shape[0]))
         for part in halves
     )
-    return kernel.answer(encoded, both[0], both[1].__getitem__, shape, bits)
+    return kernel.answer(encoded, [(both[0], both[1].__getitem__)], shape, bits)[0]
 
 
 def assert_same(device: torch.device, shape: BlockShape, bits: int, *, largest: bool = False) -> None:
@@ -99,5 +99,5 @@ def test_weights_of_blocks_beyond_their_range_are_not_kept() -> None:
     for shape, kept in ((BlockShape(1, 1, 2048, 64, 1), 0), (BlockShape(1, 64, 32, 64, 64), 8 * 64 * 64)):
         c0 = np.zeros((2, PARAMS.n, shape.input_blocks), np.uint32)
         part = Part(slice(0, shape.in_features), slice(0, shape.out_features), shape)
-        products.product(matrix, Wanted(0, False, part, 0), bytes(32), c0)
+        products.products(matrix, Wanted(0, False, part, 0), [(bytes(32), c0)])
         assert sum(entry.size for entry in products._kept.values()) == kept

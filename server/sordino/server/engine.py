@@ -1,0 +1,99 @@
+"""What computes: the three kinds of product of a server's groups, in this process.
+
+:class:`sordino.server.parallel.TensorParallel` does the same with other processes; results are the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from threading import Lock
+from typing import Protocol
+
+import torch
+
+from sordino.server.blockkernels import Answer, choose_block_kernel
+from sordino.server.blocks import BlockProducts, Wanted
+from sordino.server.provision import products_of_masks
+from sordino.server.store import MatrixStore
+from sordino.shared.rlwe import U32
+
+# A product with fewer multiplications runs on one core: waking others costs more than they save, and small products of
+# several sessions then run side by side.
+_NARROW_PRODUCTS = 16_000_000
+
+
+class Engine(Protocol):
+    """``places`` is how many calls it can make use of at a time."""
+
+    places: int
+
+    def product(self, group: int, rows: U32) -> U32:
+        """W u mod p for ``rows [R, in_features]``: ``[R, out_features]``."""
+        ...
+
+    def masks(self, group: int, sent: Sequence[tuple[bytes, int, U32]]) -> list[tuple[U32, U32]]:
+        """See :func:`sordino.server.provision.products_of_masks`."""
+        ...
+
+    def blocks(self, wanted: Wanted, sent: Sequence[tuple[bytes, U32]]) -> list[Answer]:
+        """See :meth:`sordino.server.blocks.BlockProducts.products`."""
+        ...
+
+    def rest(self) -> None:
+        """Gives back what :meth:`masks` keeps for its next call."""
+        ...
+
+    def all_cores(self) -> AbstractContextManager[None]:
+        """For other work that uses all cores."""
+        ...
+
+
+class LocalEngine:
+    """The groups of a store.
+
+    Args:
+        encoded_bytes: of weights in the form that block products need.
+    """
+
+    def __init__(self, store: MatrixStore, encoded_bytes: int) -> None:
+        self._store = store
+        self._cores = torch.get_num_threads()
+        self.places = self._cores if store.device.type == "cpu" else 1
+        kernel = choose_block_kernel(store.device, parallel=self._cores > 1)
+        self._blocks = BlockProducts(encoded_bytes, kernel)
+        self._wide = Lock()
+        self._floats: tuple[int, torch.Tensor] | None = None
+
+    def product(self, group: int, rows: U32) -> U32:
+        matrix = self._store.matrices[group]
+        if rows.size * matrix.out_features < _NARROW_PRODUCTS:
+            torch.set_num_threads(1)  # of this thread's products
+            return matrix.matmul(rows)
+        with self.all_cores():
+            return matrix.matmul(rows)
+
+    def masks(self, group: int, sent: Sequence[tuple[bytes, int, U32]]) -> list[tuple[U32, U32]]:
+        with self.all_cores():
+            if self._floats is None or self._floats[0] != group:
+                self._floats = None  # before the next takes its memory
+                self._floats = group, self._store.matrices[group].weights.to(torch.float64)
+            return products_of_masks(self._floats[1], sent)
+
+    def rest(self) -> None:
+        with self._wide:
+            self._floats = None
+
+    def blocks(self, wanted: Wanted, sent: Sequence[tuple[bytes, U32]]) -> list[Answer]:
+        with self.all_cores():
+            return self._blocks.products(self._store.matrices[wanted.group], wanted, sent)
+
+    @contextmanager
+    def all_cores(self) -> Iterator[None]:
+        """One wide product at a time, on all cores; afterwards this thread is back to one."""
+        with self._wide:
+            torch.set_num_threads(self._cores)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(1)
