@@ -1,4 +1,4 @@
-"""Assembles and runs the server: TLS, authentication, health, reflection, and a drain on SIGTERM."""
+"""Assembles and runs the server: TLS, authentication, metrics, health, reflection, and a drain on SIGTERM."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import resource
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import grpc
@@ -21,6 +22,8 @@ from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server import address
 from sordino.server.auth import TokenFile, TokenInterceptor
 from sordino.server.decoding import DecodingInterceptor
+from sordino.server.health import DRAINING, LOADING, TOKENS, Readiness, SelfCheck, pages
+from sordino.server.metrics import Metrics, MetricsInterceptor
 from sordino.server.provision import few_arenas, return_memory
 from sordino.server.service import SERVICE_NAME, Limits, SordinoService
 from sordino.server.store import MatrixStore
@@ -49,6 +52,7 @@ class ServerConfig:
         tokens: None serves without authentication, on loopback only.
         allow_clear: answer ``protocol=clear`` too.
         grace_s: how long running calls may go on after SIGTERM.
+        metrics_host, metrics_port: where metrics and probes are answered over HTTP; None for nowhere.
 
     Raises:
         SordinoError: what no server could run with, said before anything is loaded or written.
@@ -62,6 +66,8 @@ class ServerConfig:
     device: str = "cpu"
     allow_clear: bool = False
     grace_s: float = 10.0
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -87,41 +93,74 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
     """
     _raise_file_limit()
     few_arenas()
-    store = MatrixStore(config.bundle, config.device)
-    log.info("%d groups on %s by %s", len(store.matrices), store.device, store.kernel.name)
-    service = SordinoService(store, config.limits, allow_clear=config.allow_clear)
-    server, checks = build_server(service, config)
-    port = _listen(server, config)
-    server.start()
-    return_memory()
+    metrics, readiness = Metrics(), Readiness(LOADING)
+    with ExitStack() as stack:
+        if config.metrics_port is not None:
+            stack.enter_context(pages(config.metrics_host, config.metrics_port, metrics, readiness))
+        store = MatrixStore(config.bundle, config.device)
+        log.info("%d groups on %s by %s", len(store.matrices), store.device, store.kernel.name)
+        service = SordinoService(store, config.limits, allow_clear=config.allow_clear)
+        _watch(metrics, service, store, config.limits)
+        server, checks = build_server(service, config, metrics)
+        readiness.listen(lambda ready: _tell(checks, ready))
+        port = _listen(server, config)
+        server.start()
+        return_memory()
+        check = stack.enter_context(SelfCheck(store, readiness))
+        tokens = TokenFile(config.tokens) if config.tokens else None
+
+        def tend() -> None:
+            service.waits.end_overdue()
+            check.notice_hang()
+            if tokens:
+                readiness.set(TOKENS, holds=not _end_withdrawn(service, tokens))
+
+        def serving() -> None:
+            readiness.clear(LOADING)
+            ready(port)
+
+        asyncio.run(_until_signalled(serving, tend))
+        log.info("draining: no new streams, at most %.0f s for the running ones", config.grace_s)
+        readiness.fail(DRAINING)
+        stopped = server.stop(config.grace_s)
+        service.waits.drain()
+        stopped.wait()
+
+
+def _watch(metrics: Metrics, service: SordinoService, store: MatrixStore, limits: Limits) -> None:
+    """What is not counted where it happens."""
+    metrics.describe(
+        version=version("sordino"),
+        fingerprint=store.manifest.fingerprint,
+        device=str(store.device),
+        kernel=store.kernel.name,
+    )
+    metrics.watch(page_bytes=lambda: service.pages.used_bytes, page_limit_bytes=lambda: limits.max_page_bytes)
+    if store.device.type == "cuda":
+        metrics.watch(
+            gpu_allocated_bytes=lambda: torch.cuda.memory_allocated(store.device),
+            gpu_reserved_bytes=lambda: torch.cuda.memory_reserved(store.device),
+        )
+
+
+def _tell(checks: health.HealthServicer, ready: bool) -> None:
+    status = health_pb2.HealthCheckResponse
     for name in ("", SERVICE_NAME):
-        checks.set(name, health_pb2.HealthCheckResponse.SERVING)
-    tokens = TokenFile(config.tokens) if config.tokens else None
-
-    def tend() -> None:
-        service.waits.end_overdue()
-        if tokens:
-            _end_withdrawn(service, tokens)
-
-    asyncio.run(_until_signalled(lambda: ready(port), tend))
-    log.info("draining: no new streams, at most %.0f s for the running ones", config.grace_s)
-    checks.enter_graceful_shutdown()
-    stopped = server.stop(config.grace_s)
-    service.waits.drain()
-    stopped.wait()
+        checks.set(name, status.SERVING if ready else status.NOT_SERVING)
 
 
-def _end_withdrawn(service: SordinoService, tokens: TokenFile) -> None:
-    """Ends the calls of tokens that are valid no more.
+def _end_withdrawn(service: SordinoService, tokens: TokenFile) -> bool:
+    """Ends the calls of tokens that are valid no more; returns whether the file could be read.
 
-    While the file cannot be read nobody new enters; who is in stays, for an editor may be at work on it.
+    While it cannot be read nobody new enters; who is in stays, for an editor may be at work on it.
     """
     try:
         valid = tokens.valid()
     except (AuthError, OSError) as error:
         log.debug("the token file cannot be read now: %s", error)
-    else:
-        service.places.end_all_but(valid)
+        return False
+    service.places.end_all_but(valid)
+    return True
 
 
 async def _until_signalled(ready: Callable[[], None], tend: Callable[[], None]) -> None:
@@ -140,8 +179,14 @@ async def _until_signalled(ready: Callable[[], None], tend: Callable[[], None]) 
         tend()
 
 
-def build_server(service: SordinoService, config: ServerConfig) -> tuple[grpc.Server, health.HealthServicer]:
-    """The gRPC server, not listening yet: a thread for each place, and some that refuse."""
+def build_server(
+    service: SordinoService, config: ServerConfig, metrics: Metrics | None = None
+) -> tuple[grpc.Server, health.HealthServicer]:
+    """The gRPC server, not listening yet: a thread for each place, and some that refuse.
+
+    Args:
+        metrics: what its calls are counted in.
+    """
     limits = config.limits
     workers = service.places.total + _SPARE_WORKERS
     interceptors: list[grpc.ServerInterceptor] = [
@@ -154,8 +199,11 @@ def build_server(service: SordinoService, config: ServerConfig) -> tuple[grpc.Se
             kv_idle_s=limits.kv_idle_s,
         )
     ]
-    if config.tokens:
-        interceptors.insert(0, TokenInterceptor(TokenFile(config.tokens)))
+    tokens = TokenFile(config.tokens) if config.tokens else None
+    if tokens:
+        interceptors.insert(0, TokenInterceptor(tokens))
+    if metrics:
+        interceptors.insert(0, MetricsInterceptor(metrics, tokens))
     server = grpc.server(
         ThreadPoolExecutor(workers, thread_name_prefix="call"),
         interceptors=interceptors,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 from enum import StrEnum
@@ -14,9 +15,15 @@ from rich.markup import escape
 
 from sordino.shared.errors import SordinoError, UnsupportedModelError
 
+log = logging.getLogger(__name__)
 console = Console(stderr=True)
 DEFAULT_STATE = Path(".sordino-server")
 _THREADS_A_CORE = 4
+
+
+class LogFormat(StrEnum):
+    text = "text"
+    json = "json"
 
 
 class Rounding(StrEnum):
@@ -99,6 +106,13 @@ def serve(
     max_streams: Annotated[
         int, typer.Option(help="Evaluation streams at a time; each takes up to 100 MB while it works.", min=1)
     ] = 256,
+    metrics_port: Annotated[
+        int, typer.Option(help="Port for Prometheus and for probes, by HTTP; 0 is none.", min=0, max=65535)
+    ] = 0,
+    metrics_host: Annotated[
+        str, typer.Option(help="Its address; whoever reaches it sees figures, and the names of tokens.")
+    ] = "127.0.0.1",
+    log_format: Annotated[LogFormat, typer.Option(help="What the log is for: people, or machines.")] = LogFormat.text,
     port_file: Annotated[Path | None, typer.Option(help="Write the port here when ready.")] = None,
 ) -> None:
     """Host a split model over gRPC."""
@@ -109,10 +123,14 @@ def serve(
     from sordino.server.app import serve as run
     from sordino.server.auth import TokenFile
     from sordino.server.files import replace
+    from sordino.server.logs import fields, use_json
     from sordino.server.service import Limits
     from sordino.server.tls import TlsFiles, make_certificates
     from sordino.shared.manifest import ModelManifest
 
+    if log_format == LogFormat.json:
+        use_json()
+        console.quiet = True
     most = _THREADS_A_CORE * (os.cpu_count() or 1)
     if not 0 <= threads <= most:
         raise SordinoError(f"--threads is 0 to {most}, {_THREADS_A_CORE} for each core of this machine, not {threads}")
@@ -137,6 +155,8 @@ def serve(
         device=device,
         allow_clear=allow_clear,
         grace_s=grace,
+        metrics_host=metrics_host,
+        metrics_port=metrics_port or None,
         limits=Limits(
             max_message_bytes=max_message_mib << 20,
             max_streams=max_streams,
@@ -161,8 +181,10 @@ def serve(
 
     def ready(bound: int) -> None:
         scheme = "grpcs" if tls else "grpc"
-        where = escape(f"{scheme}://{address.join(host, bound)}")
-        console.print(f"serving on {where}" + ("  [bold red]protocol=clear allowed[/]" if allow_clear else ""))
+        where = f"{scheme}://{address.join(host, bound)}"
+        if log_format == LogFormat.json:
+            log.info("serving on %s", where, extra=fields(address=where, fingerprint=fingerprint))
+        console.print(f"serving on {escape(where)}" + ("  [bold red]protocol=clear allowed[/]" if allow_clear else ""))
         console.print(f"fingerprint {fingerprint}", highlight=False, soft_wrap=True)
         if tls and not tls_cert:
             if host not in ("127.0.0.1", "localhost", "::1", "[::1]"):

@@ -88,6 +88,8 @@ class Places:
 def end(context: Context, code: grpc.StatusCode, text: str) -> None:
     """Ends a call from outside its thread, with a status; gRPC's public cancel() can only say CANCELLED."""
     try:
-        context._rpc_event.call.cancel(code.value[0], text)  # type: ignore[attr-defined]
+        call = context._rpc_event.call  # type: ignore[attr-defined]
+        context.set_code(code)  # for who counts how calls end
+        call.cancel(code.value[0], text)
     except (AttributeError, TypeError):  # another release of gRPC
         context.cancel()

@@ -1,0 +1,37 @@
+"""Log lines for machines: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+from typing import Any, Final
+
+_FIELDS: Final = "sordino_fields"
+
+
+def fields(**values: str | float) -> dict[str, dict[str, str | float]]:
+    """The ``extra`` of a log call: what its text says, by name."""
+    return {_FIELDS: values}
+
+
+class JsonFormatter(logging.Formatter):
+    """``time`` (UTC, ISO 8601), ``level``, ``logger``, ``event`` (the text), the fields, and ``trace`` of an error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "event": record.getMessage(),
+            **getattr(record, _FIELDS, {}),
+        }
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def use_json() -> None:
+    """From now on the handlers that are there write JSON."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(JsonFormatter())

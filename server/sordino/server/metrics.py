@@ -1,0 +1,215 @@
+"""What the server counts, for Prometheus: calls, bytes, products. Names of tokens at most, never content or tokens.
+
+A call that has started ends exactly once, whatever ends it: started = ended + open, for each method.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Literal, TypeAlias
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client.process_collector import ProcessCollector
+
+from sordino.server.auth import ANONYMOUS, TokenFile, bearer, is_open
+from sordino.server.logs import fields
+from sordino.shared.errors import AuthError, printable
+
+log = logging.getLogger(__name__)
+Context = grpc.ServicerContext
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Kind: TypeAlias = Literal["masked", "clear", "rlwe", "masks", "attention"]
+
+NOBODY: Final = "(no token)"
+OTHERS: Final = "(others)"
+_PROBE: Final = "Check"  # of the health service; every few seconds, for ever
+_NAMES: Final = 256  # that have a series of their own
+_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_WATCHED: Final = {
+    "queue_depth": "Requests that wait for a product.",
+    "page_sessions": "Attention streams that may keep pages.",
+    "page_bytes": "Encrypted KV caches: bytes in memory.",
+    "page_limit_bytes": "Encrypted KV caches: the most bytes in memory.",
+    "encoded_bytes": "Weights in the form that encrypted products need: bytes in memory.",
+    "gpu_allocated_bytes": "Memory of the CUDA device that tensors take.",
+    "gpu_reserved_bytes": "Memory of the CUDA device that this process holds.",
+}
+
+
+class Metrics:
+    """The figures of one server.
+
+    Attributes:
+        registry: all of them, and the process's own, for Prometheus.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._info = Info("sordino_server", "What is served, and by what.", registry=self.registry)
+        self._started = self._counter("calls_started", "Calls that started.", "method")
+        self._ended = self._counter("calls_ended", "Calls that ended.", "method", "status")
+        self._open = Gauge("sordino_calls_open", "Calls that are open.", ["method"], registry=self.registry)
+        self._received = self._counter("received_bytes", "Messages of clients, without their envelopes.", "method")
+        self._sent = self._counter("sent_bytes", "Answers, without their envelopes.", "method")
+        self._clients = self._counter("client_calls", "Calls that started, by the name of their token.", "client")
+        self._requests = Histogram(
+            "sordino_product_requests",
+            "Requests that one product answers.",
+            ["kind"],
+            buckets=_BATCHES,
+            registry=self.registry,
+        )
+        self._rows = self._counter("product_rows", "Rows in products.", "kind")
+        self._seconds = self._counter("product_seconds", "Time that products took.", "kind")
+        self._blocks = self._counter("provision_blocks", "Blocks of masks, and of checks, that were answered.")
+        self._lock = threading.Lock()
+        self._names: set[str] = set()
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(f"sordino_{name}", what, labels, registry=self.registry)
+
+    def describe(self, **labels: str) -> None:
+        """What ``sordino_server_info`` says."""
+        self._info.info(labels)
+
+    def watch(self, **values: Callable[[], float]) -> None:
+        """Gauges of the names in ``_WATCHED``, each given once: a function that is called when Prometheus asks."""
+        for name, value in values.items():
+            Gauge(f"sordino_{name}", _WATCHED[name], registry=self.registry).set_function(value)
+
+    def product(self, kind: Kind, *, requests: int, rows: int, seconds: float) -> None:
+        """One product. Rows of ``masks`` are points, those of ``attention`` sums; ``rows`` is of all requests."""
+        self._requests.labels(kind).observe(requests)
+        self._rows.labels(kind).inc(rows)
+        self._seconds.labels(kind).inc(seconds)
+
+    def provisioned(self) -> None:
+        """One block of a provisioning stream was answered."""
+        self._blocks.inc()
+
+    @contextmanager
+    def call(self, method: str, client: str, context: Context) -> Iterator[None]:
+        """A call, while it is open; its end is counted before its client can see it, and logged."""
+        self._started.labels(method).inc()
+        self._clients.labels(self._bounded(client)).inc()
+        self._open.labels(method).inc()
+        start, failed = time.monotonic(), False
+        try:
+            yield
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            seconds, status = time.monotonic() - start, _status(context, failed)
+            self._open.labels(method).dec()
+            self._ended.labels(method, status).inc()
+            _log_end(method, status, seconds, client, context)
+
+    def unknown_call(self) -> None:
+        """A call of no method of the server's: a stranger's text is no label."""
+        self._started.labels("other").inc()
+        self._ended.labels("other", grpc.StatusCode.UNIMPLEMENTED.name).inc()
+
+    def received(self, method: str, messages: Iterator[bytes]) -> Iterator[bytes]:
+        """``messages`` of a call, counted."""
+        counter = self._received.labels(method)
+        for message in messages:
+            counter.inc(len(message))
+            yield message
+
+    def sent(self, method: str, serializer: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+        """The serializer of a call's answers, which counts."""
+        counter = self._sent.labels(method)
+
+        def serialize(answer: Any) -> bytes:
+            data = serializer(answer)
+            counter.inc(len(data))
+            return data
+
+        return serialize
+
+    def _bounded(self, client: str) -> str:
+        """Each name is a series for ever, and a token file may hold any number of them, one after another."""
+        with self._lock:
+            if len(self._names) < _NAMES:
+                self._names.add(client)
+            return client if client in self._names else OTHERS
+
+
+class MetricsInterceptor(grpc.ServerInterceptor):
+    """Counts the calls that gRPC hands on, also those that are refused; the outermost interceptor.
+
+    Args:
+        tokens: None on a server without authentication.
+    """
+
+    def __init__(self, metrics: Metrics, tokens: TokenFile | None) -> None:
+        self._metrics = metrics
+        self._tokens = tokens
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler: Any = continuation(handler_call_details)
+        if handler is None:
+            self._metrics.unknown_call()
+            return None
+        path = handler_call_details.method
+        method = path.rpartition("/")[2]
+        metrics = self._metrics
+
+        # The interceptors within made a stream of requests of every call.
+        def unary(raw: Iterator[bytes], context: Context) -> Any:
+            with metrics.call(method, self._client(path, context), context):
+                return handler.stream_unary(metrics.received(method, raw), context)
+
+        def stream(raw: Iterator[bytes], context: Context) -> Iterator[Any]:
+            with metrics.call(method, self._client(path, context), context):
+                yield from handler.stream_stream(metrics.received(method, raw), context)
+
+        serializer = handler.response_serializer and metrics.sent(method, handler.response_serializer)
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(stream, None, serializer)
+        return grpc.stream_unary_rpc_method_handler(unary, None, serializer)
+
+    def _client(self, path: str, context: Context) -> str:
+        """The name of the call's token, if it has one that is valid."""
+        if is_open(path):
+            return NOBODY
+        if self._tokens is None:
+            return ANONYMOUS
+        try:
+            return printable(self._tokens.verify(bearer(context.invocation_metadata() or ())))
+        except (AuthError, OSError):
+            return NOBODY
+
+
+def _status(context: Context, failed: bool) -> str:
+    """How a call ends, as its client sees it; CANCELLED also where the client's time is over, or its process died."""
+    code: grpc.StatusCode | None = context.code()  # type: ignore[attr-defined]
+    if not context.is_active():
+        return (code or grpc.StatusCode.CANCELLED).name
+    return (code or (grpc.StatusCode.UNKNOWN if failed else grpc.StatusCode.OK)).name
+
+
+def _log_end(method: str, status: str, seconds: float, client: str, context: Context) -> None:
+    peer = context.peer().rpartition(":")[0]
+    level = logging.DEBUG if method == _PROBE else logging.INFO
+    log.log(
+        level,
+        "%s of %s at %s ended with %s after %.3f s",
+        method,
+        client,
+        peer,
+        status,
+        seconds,
+        extra=fields(method=method, client=client, peer=peer, status=status, seconds=round(seconds, 6)),
+    )
