@@ -99,7 +99,7 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
             stack.enter_context(pages(config.metrics_host, config.metrics_port, metrics, readiness))
         store = MatrixStore(config.bundle, config.device)
         log.info("%d groups on %s by %s", len(store.matrices), store.device, store.kernel.name)
-        service = SordinoService(store, config.limits, allow_clear=config.allow_clear)
+        service = SordinoService(store, config.limits, allow_clear=config.allow_clear, metrics=metrics)
         _watch(metrics, service, store, config.limits)
         server, checks = build_server(service, config, metrics)
         readiness.listen(lambda ready: _tell(checks, ready))
@@ -135,6 +135,7 @@ def _watch(metrics: Metrics, service: SordinoService, store: MatrixStore, limits
         device=str(store.device),
         kernel=store.kernel.name,
     )
+    metrics.watch(queue_depth=lambda: service.waiting)
     metrics.watch(page_bytes=lambda: service.pages.used_bytes, page_limit_bytes=lambda: limits.max_page_bytes)
     if store.device.type == "cuda":
         metrics.watch(

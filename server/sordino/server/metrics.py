@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
@@ -23,7 +23,10 @@ from sordino.shared.errors import AuthError, printable
 log = logging.getLogger(__name__)
 Context = grpc.ServicerContext
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Kind: TypeAlias = Literal["masked", "clear", "rlwe", "masks", "attention"]
+Kind: TypeAlias = Literal["masked", "rlwe", "masks", "attention"]
+K = TypeVar("K")
+W = TypeVar("W")
+R = TypeVar("R")
 
 NOBODY: Final = "(no token)"
 OTHERS: Final = "(others)"
@@ -84,10 +87,27 @@ class Metrics:
             Gauge(f"sordino_{name}", _WATCHED[name], registry=self.registry).set_function(value)
 
     def product(self, kind: Kind, *, requests: int, rows: int, seconds: float) -> None:
-        """One product. Rows of ``masks`` are points, those of ``attention`` sums; ``rows`` is of all requests."""
+        """One product, and the rows of all its requests: of ``masks`` points, of ``attention`` sums.
+
+        Clear rows are among the ``masked``, which one product may hold together.
+        """
         self._requests.labels(kind).observe(requests)
         self._rows.labels(kind).inc(rows)
         self._seconds.labels(kind).inc(seconds)
+
+    def timed(
+        self, kind: Kind, compute: Callable[[K, list[W]], R], rows: Callable[[W], int]
+    ) -> Callable[[K, list[W]], R]:
+        """``compute``, which makes one product for several requests, counted; ``rows`` of each."""
+
+        def counted(key: K, works: list[W]) -> R:
+            start = time.perf_counter()
+            result = compute(key, works)
+            seconds = time.perf_counter() - start
+            self.product(kind, requests=len(works), rows=sum(map(rows, works)), seconds=seconds)
+            return result
+
+        return counted
 
     def provisioned(self) -> None:
         """One block of a provisioning stream was answered."""

@@ -20,6 +20,7 @@ from sordino.server.blockkernels import Answer
 from sordino.server.blocks import Wanted
 from sordino.server.decoding import Waits
 from sordino.server.engine import Engine, LocalEngine
+from sordino.server.metrics import Metrics
 from sordino.server.pages import evaluate
 from sordino.server.pagestore import PageSession, PageStore
 from sordino.server.places import Places, Room
@@ -100,6 +101,7 @@ class SordinoService(pb_grpc.SordinoServicer):
         engine: what computes; this process on its own if there is none.
         limits: see :class:`Limits`.
         allow_clear: answer ``PROTOCOL_CLEAR``, rows without masks; for tests and benchmarks only.
+        metrics: what products are counted in.
 
     Attributes:
         waits: the calls that wait for their client; the interceptor enters them.
@@ -108,8 +110,15 @@ class SordinoService(pb_grpc.SordinoServicer):
     """
 
     def __init__(
-        self, store: MatrixStore, limits: Limits, *, engine: Engine | None = None, allow_clear: bool = False
+        self,
+        store: MatrixStore,
+        limits: Limits,
+        *,
+        engine: Engine | None = None,
+        allow_clear: bool = False,
+        metrics: Metrics | None = None,
     ) -> None:
+        self._metrics = metrics = metrics or Metrics()
         self.waits = Waits()
         self.places = _places(limits)
         self._store = store
@@ -119,15 +128,26 @@ class SordinoService(pb_grpc.SordinoServicer):
         self._engine = engine = engine or LocalEngine(store, limits.max_encoded_bytes)
         together = limits.batching
         self._products: Scheduler[int, U32, U32] = Scheduler(
-            self._joint_product, places=engine.places, most=_BATCH_ROWS, waiting=_WAITING_ROWS, together=together
+            metrics.timed("masked", self._joint_product, len),
+            places=engine.places,
+            most=_BATCH_ROWS,
+            waiting=_WAITING_ROWS,
+            together=together,
         )
         self._blocks: Scheduler[Hashable, tuple[Wanted, bytes, U32], Answer] = Scheduler(
-            self._joint_blocks, most=_BATCH_BLOCKS, together=together
+            metrics.timed("rlwe", self._joint_blocks, lambda work: work[0].part.shape.rows),
+            most=_BATCH_BLOCKS,
+            together=together,
         )
         self._masks: Scheduler[int, tuple[bytes, int, U32], tuple[U32, U32]] = Scheduler(
-            engine.masks, most=_BATCH_ROWS, together=together
+            metrics.timed("masks", engine.masks, lambda work: work[2].shape[1]), most=_BATCH_ROWS, together=together
         )
         self.pages = PageStore(limits.max_page_bytes, limits.max_page_bytes_per_session, limits.kv_evict_s)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a product."""
+        return self._products.waiting + self._blocks.waiting + self._masks.waiting
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -169,6 +189,7 @@ class SordinoService(pb_grpc.SordinoServicer):
                     c0, c1, _ = self._block(request.group, request.seed, request.c0, request.block, context)
                 else:
                     raise ProtocolError("a provisioning request holds masks or a block, this one neither")
+                self._metrics.provisioned()
                 yield pb.ProvisionResponse(group=request.group, c0=c0, c1=c1)
         finally:
             self._engine.rest()
@@ -352,6 +373,8 @@ class SordinoService(pb_grpc.SordinoServicer):
             start = time.perf_counter()
             operands = _ciphertexts(wanted.operands)
             answers = evaluate(operands, pages, sums, read, level, parallel=self._parallel)
+        seconds = time.perf_counter() - start
+        self._metrics.product("attention", requests=1, rows=len(sums), seconds=seconds)
         c0, c1, c2 = pack_answers(answers, level)
         return pb.AttendResponse(id=request.id, c0=c0, c1=c1, c2=c2, compute_us=_since(start))
 
