@@ -19,10 +19,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
-from sordino.server import address
+from sordino.server import address, parallel
 from sordino.server.auth import TokenFile, TokenInterceptor
 from sordino.server.decoding import DecodingInterceptor
-from sordino.server.health import DRAINING, LOADING, TOKENS, Readiness, SelfCheck, pages
+from sordino.server.health import DRAINING, LOADING, RANK, TOKENS, Readiness, SelfCheck, pages
 from sordino.server.metrics import Metrics, MetricsInterceptor
 from sordino.server.provision import few_arenas, return_memory
 from sordino.server.service import SERVICE_NAME, Limits, SordinoService
@@ -39,6 +39,7 @@ _SPARE_FILES = 128  # that are no connections
 _HANDSHAKE_MS = 10_000
 _IDLE_MS = 300_000
 _MAX_GRACE_S = 86_400
+_LAST_WORDS_S = 1.0
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 
@@ -52,6 +53,8 @@ class ServerConfig:
         tokens: None serves without authentication, on loopback only.
         allow_clear: answer ``protocol=clear`` too.
         grace_s: how long running calls may go on after SIGTERM.
+        layers: the first and the last layer whose groups this server holds, a stage of a pipeline; None for all.
+        parallel: this process is a rank that torchrun started (:mod:`sordino.server.parallel`).
         metrics_host, metrics_port: where metrics and probes are answered over HTTP; None for nowhere.
 
     Raises:
@@ -66,6 +69,8 @@ class ServerConfig:
     device: str = "cpu"
     allow_clear: bool = False
     grace_s: float = 10.0
+    layers: tuple[int, int] | None = None
+    parallel: bool = False
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     limits: Limits = field(default_factory=Limits)
@@ -97,10 +102,14 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
     with ExitStack() as stack:
         if config.metrics_port is not None:
             stack.enter_context(pages(config.metrics_host, config.metrics_port, metrics, readiness))
-        store = MatrixStore(config.bundle, config.device)
+        if config.parallel:
+            parallel.join(config.device)
+        shard = parallel.shard() if config.parallel else (0, 1)
+        store = MatrixStore(config.bundle, config.device, layers=config.layers, shard=shard)
         log.info("%d groups on %s by %s", len(store.matrices), store.device, store.kernel.name)
-        service = SordinoService(store, config.limits, allow_clear=config.allow_clear, metrics=metrics)
-        _watch(metrics, service, store, config.limits)
+        ranks = parallel.lead(store, config.limits.max_encoded_bytes) if config.parallel else None
+        service = SordinoService(store, config.limits, engine=ranks, allow_clear=config.allow_clear, metrics=metrics)
+        _watch(metrics, service, store)
         server, checks = build_server(service, config, metrics)
         readiness.listen(lambda ready: _tell(checks, ready))
         port = _listen(server, config)
@@ -109,25 +118,48 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
         check = stack.enter_context(SelfCheck(store, readiness))
         tokens = TokenFile(config.tokens) if config.tokens else None
 
-        def tend() -> None:
+        def tend() -> bool:
             service.waits.end_overdue()
             check.notice_hang()
             if tokens:
                 readiness.set(TOKENS, holds=not _end_withdrawn(service, tokens))
+            return ranks is None or not ranks.lost
 
         def serving() -> None:
             readiness.clear(LOADING)
             ready(port)
 
         asyncio.run(_until_signalled(serving, tend))
+        if ranks is not None and ranks.lost:
+            readiness.fail(RANK)
+            server.stop(_LAST_WORDS_S).wait()
+            raise SordinoError("a rank of this server is gone, and with it a part of each matrix: start all ranks anew")
         log.info("draining: no new streams, at most %.0f s for the running ones", config.grace_s)
         readiness.fail(DRAINING)
         stopped = server.stop(config.grace_s)
         service.waits.drain()
         stopped.wait()
+        if ranks is not None:
+            ranks.stop()
 
 
-def _watch(metrics: Metrics, service: SordinoService, store: MatrixStore, limits: Limits) -> None:
+def work(config: ServerConfig) -> None:
+    """Computes for rank 0 until it stops, as one of its other ranks. Signals are for rank 0, which has calls to end.
+
+    Raises:
+        SordinoError: the bundle is damaged, or rank 0 is gone.
+    """
+    few_arenas()
+    parallel.join(config.device)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    shard = parallel.shard()
+    store = MatrixStore(config.bundle, config.device, layers=config.layers, shard=shard, verify=False)
+    log.info("rank %d of %d on %s by %s", *shard, store.device, store.kernel.name)
+    parallel.follow(store, config.limits.max_encoded_bytes)
+
+
+def _watch(metrics: Metrics, service: SordinoService, store: MatrixStore) -> None:
     """What is not counted where it happens."""
     metrics.describe(
         version=version("sordino"),
@@ -135,8 +167,15 @@ def _watch(metrics: Metrics, service: SordinoService, store: MatrixStore, limits
         device=str(store.device),
         kernel=store.kernel.name,
     )
-    metrics.watch(queue_depth=lambda: service.waiting)
-    metrics.watch(page_bytes=lambda: service.pages.used_bytes, page_limit_bytes=lambda: limits.max_page_bytes)
+    kept = service.pages
+    metrics.watch(
+        queue_depth=lambda: service.waiting,
+        page_sessions=lambda: kept.sessions,
+        page_bytes=lambda: kept.used_bytes,
+        page_limit_bytes=lambda: kept.limit_bytes,
+        page_spilled_bytes=lambda: kept.spilled_bytes,
+        page_evictions=lambda: kept.evictions,
+    )
     if store.device.type == "cuda":
         metrics.watch(
             gpu_allocated_bytes=lambda: torch.cuda.memory_allocated(store.device),
@@ -164,8 +203,9 @@ def _end_withdrawn(service: SordinoService, tokens: TokenFile) -> bool:
     return True
 
 
-async def _until_signalled(ready: Callable[[], None], tend: Callable[[], None]) -> None:
-    """Waits for SIGTERM or SIGINT by asyncio's wake-up socket, and meanwhile calls ``tend`` twice a second.
+async def _until_signalled(ready: Callable[[], None], tend: Callable[[], bool]) -> None:
+    """Waits for SIGTERM or SIGINT by asyncio's wake-up socket, and meanwhile calls ``tend`` twice a second: until it
+    says no.
 
     A lock would not do: a handler that sets an Event can meet its own thread inside that Event, and a signal that the
     system gives to another thread wakes no lock.
@@ -174,10 +214,9 @@ async def _until_signalled(ready: Callable[[], None], tend: Callable[[], None]) 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     ready()
-    while not stop.is_set():
+    while tend() and not stop.is_set():
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), 0.5)
-        tend()
 
 
 def build_server(

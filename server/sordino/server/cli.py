@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -106,6 +107,15 @@ def serve(
     max_streams: Annotated[
         int, typer.Option(help="Evaluation streams at a time; each takes up to 100 MB while it works.", min=1)
     ] = 256,
+    layers: Annotated[
+        str, typer.Option(help="Hold these layers alone, as in 0-14: a stage of several servers, for one client.")
+    ] = "",
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Processes that share each matrix, on this machine; torchrun for several.", min=1, max=8)
+    ] = 1,
+    batching: Annotated[
+        bool, typer.Option("--batching/--no-batching", help="Join what sessions wait for; for comparisons.")
+    ] = True,
     metrics_port: Annotated[
         int, typer.Option(help="Port for Prometheus and for probes, by HTTP; 0 is none.", min=0, max=65535)
     ] = 0,
@@ -119,10 +129,11 @@ def serve(
     import torch
 
     from sordino.server import address
-    from sordino.server.app import ServerConfig
+    from sordino.server.app import ServerConfig, work
     from sordino.server.app import serve as run
     from sordino.server.auth import TokenFile
     from sordino.server.files import replace
+    from sordino.server.launch import LOCAL_RANK, RANK, launch
     from sordino.server.logs import fields, use_json
     from sordino.server.service import Limits
     from sordino.server.tls import TlsFiles, make_certificates
@@ -138,6 +149,15 @@ def serve(
         torch.set_num_threads(threads)
     if port_file:
         _check_port_file(port_file)
+    stage = _layers(layers)
+    ranked = RANK in os.environ
+    if tensor_parallel > 1 and not ranked:
+        _check_device_count(device, tensor_parallel)
+        ModelManifest.load(bundle)
+        launch(tensor_parallel, sys.argv[1:])
+        return
+    if ranked and device == "cuda":
+        device = f"cuda:{os.environ[LOCAL_RANK]}"
     names = None if hostnames is None else [name.strip() for name in hostnames.split(",") if name.strip()]
     if (tls_cert is None) != (tls_key is None):
         raise SordinoError("--tls-cert and --tls-key belong together")
@@ -155,16 +175,22 @@ def serve(
         device=device,
         allow_clear=allow_clear,
         grace_s=grace,
+        layers=stage,
+        parallel=ranked,
         metrics_host=metrics_host,
         metrics_port=metrics_port or None,
         limits=Limits(
             max_message_bytes=max_message_mib << 20,
             max_streams=max_streams,
             max_encoded_bytes=encoded_mib << 20,
+            batching=batching,
             max_page_bytes=kv_mib << 20,
             max_page_bytes_per_session=kv_session_mib << 20,
         ),
     )
+    if ranked and os.environ[RANK] != "0":
+        work(config)
+        return
     fingerprint = ModelManifest.load(bundle).fingerprint
     address.check(host, port)
     known = tokens is not None and TokenFile(tokens).check()
@@ -198,6 +224,27 @@ def serve(
             replace(port_file, str(bound).encode(), 0o644)
 
     run(config, ready=ready)
+
+
+def _layers(text: str) -> tuple[int, int] | None:
+    """``first-last``, both included."""
+    if not text:
+        return None
+    first, dash, last = text.partition("-")
+    if not (first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first)):
+        raise SordinoError(f"--layers takes a range such as 0-14, not {text!r}")
+    return int(first), int(last) if dash else int(first)
+
+
+def _check_device_count(device: str, ranks: int) -> None:
+    import torch
+
+    if device.startswith("cuda:"):
+        raise SordinoError(f"--tensor-parallel takes the devices in their order: --device cuda, not {device}")
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        raise SordinoError(
+            f"--tensor-parallel {ranks} wants as many CUDA devices, torch finds {torch.cuda.device_count()}"
+        )
 
 
 def _check_port_file(path: Path) -> None:

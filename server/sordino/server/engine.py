@@ -86,7 +86,7 @@ class LocalEngine:
 
     def blocks(self, wanted: Wanted, sent: Sequence[tuple[bytes, U32]]) -> list[Answer]:
         with self.all_cores():
-            return self._blocks.products(self._store.matrices[wanted.group], wanted, sent)
+            return self._blocks.products(self._store.whole[wanted.group], wanted, sent)
 
     @contextmanager
     def all_cores(self) -> Iterator[None]:

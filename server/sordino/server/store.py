@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -9,11 +10,18 @@ from safetensors import safe_open
 
 from sordino.server.kernel import MAX_IN_FEATURES, RingMatrix, choose_kernel
 from sordino.shared.errors import BundleError, RangeError
-from sordino.shared.manifest import CLIENT_DIR, SERVER_DIR, ModelManifest, sha256_file
+from sordino.shared.manifest import CLIENT_DIR, SERVER_DIR, GroupSpec, ModelManifest, sha256_file
 from sordino.shared.rlwe import PARAMS
 
 # Elements: what a check needs beside the mapped weights stays small.
 _CHECKED_AT_ONCE = 1 << 17
+
+
+def share(size: int, number: int, count: int) -> slice:
+    """One of ``count`` contiguous parts of ``range(size)``, as equal as can be, the larger ones first."""
+    small, more = divmod(size, count)
+    first = number * small + min(number, more)
+    return slice(first, first + small + (number < more))
 
 
 def held_groups(manifest: ModelManifest, layers: tuple[int, int] | None) -> range:
@@ -37,6 +45,7 @@ class MatrixStore:
     Args:
         bundle: the folder with manifest.json, client/ and server/.
         layers: load the groups of these alone, as a stage of a pipeline; all without.
+        shard: which of how many equal parts of each matrix's rows is this process's to multiply with.
         device: "cpu", "cuda", "cuda:1", ...
         verify: hash every file first (one read of the bundle).
 
@@ -46,20 +55,42 @@ class MatrixStore:
     """
 
     def __init__(
-        self, bundle: Path, device: str = "cpu", *, layers: tuple[int, int] | None = None, verify: bool = True
+        self,
+        bundle: Path,
+        device: str = "cpu",
+        *,
+        layers: tuple[int, int] | None = None,
+        shard: tuple[int, int] = (0, 1),
+        verify: bool = True,
     ) -> None:
         self.bundle = bundle
         self.manifest = ModelManifest.load(bundle)
         self.held = held_groups(self.manifest, layers)
         self.device = torch.device(device)
+        self.shard = shard
         if verify:
             self._verify()
         self.kernel = choose_kernel(self.device)
-        self.matrices = self._load()
+        self.whole = self._load()
+        self.matrices = self.whole if shard == (0, 1) else {i: self.part(i, *shard) for i in self.whole}
 
     @property
     def is_whole(self) -> bool:
         return len(self.held) == len(self.manifest.groups)
+
+    def part(self, index: int, number: int, count: int) -> RingMatrix:
+        """Some rows of a matrix, of each of its planes, on the store's device."""
+        whole = self.whole[index]
+        planes = whole.weights.view(whole.planes, whole.out_features, whole.in_features)
+        rows = planes[:, share(whole.out_features, number, count)]
+        return RingMatrix(rows.reshape(-1, whole.in_features).to(self.device), whole.planes, self.kernel)
+
+    def digest(self, number: int, count: int) -> bytes:
+        """SHA-256 over these parts of all groups held."""
+        digest = hashlib.sha256()
+        for index in self.held:
+            digest.update(self.part(index, number, count).weights.cpu().numpy().data)
+        return digest.digest()
 
     def client_file(self, name: str) -> Path | None:
         """The path of a file of the client bundle, or None when the manifest does not list it."""
@@ -76,10 +107,12 @@ class MatrixStore:
 
     def _load(self) -> dict[int, RingMatrix]:
         tensors: dict[str, torch.Tensor] = {}
+        # Of a part the rest stays in the mapped file, of which only what is used is read.
+        place = str(self.device) if self.shard == (0, 1) else "cpu"
         wanted = {self.manifest.groups[index].name for index in self.held}
         for name in self.manifest.server_files:
             if name.endswith(".safetensors"):
-                with safe_open(self.bundle / SERVER_DIR / name, framework="pt", device=str(self.device)) as file:
+                with safe_open(self.bundle / SERVER_DIR / name, framework="pt", device=place) as file:
                     for key in wanted.intersection(file.keys()):
                         tensors[key] = file.get_tensor(key)
         matrices = {}
@@ -91,22 +124,24 @@ class MatrixStore:
                 raise BundleError(f"group {group.name!r}: the bundle has no int8 matrix of shape {shape}")
             if group.in_features > MAX_IN_FEATURES:
                 raise BundleError(f"group {group.name!r}: rows longer than {MAX_IN_FEATURES} are not supported")
-            self._check_bounds(group.name, group.planes, group.l1_max, weights)
+            self._check_bounds(group, weights)
             matrices[index] = RingMatrix(weights, group.planes, self.kernel)
         return matrices
 
-    def _check_bounds(self, name: str, planes: int, l1_stated: int, weights: torch.Tensor) -> None:
+    def _check_bounds(self, group: GroupSpec, weights: torch.Tensor) -> None:
         """The figures that decode rightly and never wrap are recomputed from the real matrix, block by block."""
-        if weights.numel() and int(weights.min()) < -127 and planes == 1:
-            raise RangeError(f"group {name!r}: a weight of -128; int8 weights are symmetric")
-        half = weights.shape[0] // planes
+        name, planes, half = group.name, group.planes, group.out_features
+        rows = share(half, *self.shard)
         step = max(1, _CHECKED_AT_ONCE // weights.shape[1])
-        for start in range(0, half, step):
+        for start in range(rows.start, rows.stop, step):
             parts = [
-                weights[k * half + start : k * half + min(start + step, half)].to(torch.float64) for k in range(planes)
+                weights[k * half + start : k * half + min(start + step, rows.stop)].to(torch.float64)
+                for k in range(planes)
             ]
+            if planes == 1 and float(parts[0].min()) < -127:
+                raise RangeError(f"group {name!r}: a weight of -128; int8 weights are symmetric")
             for part in parts:
                 PARAMS.check_norm(name, float(part.square().sum(dim=1).max().sqrt()))
             whole = parts[0] if planes == 1 else parts[0] + 256 * parts[1]
-            if int(whole.abs().sum(dim=1).max()) > l1_stated:
+            if int(whole.abs().sum(dim=1).max()) > group.l1_max:
                 raise BundleError(f"group {name!r}: a row's L1 norm is over the manifest's l1_max")
