@@ -8,13 +8,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
 from sordino.server.auth import ANONYMOUS, TokenFile, bearer, is_open
 from sordino.server.logs import fields
@@ -34,13 +36,14 @@ _PROBE: Final = "Check"  # of the health service; every few seconds, for ever
 _NAMES: Final = 256  # that have a series of their own
 _BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _WATCHED: Final = {
-    "queue_depth": "Requests that wait for a product.",
-    "page_sessions": "Attention streams that may keep pages.",
-    "page_bytes": "Encrypted KV caches: bytes in memory.",
-    "page_limit_bytes": "Encrypted KV caches: the most bytes in memory.",
-    "encoded_bytes": "Weights in the form that encrypted products need: bytes in memory.",
-    "gpu_allocated_bytes": "Memory of the CUDA device that tensors take.",
-    "gpu_reserved_bytes": "Memory of the CUDA device that this process holds.",
+    "queue_depth": (GaugeMetricFamily, "Requests that wait for a product."),
+    "page_sessions": (GaugeMetricFamily, "Encrypted KV caches: streams that may keep pages."),
+    "page_bytes": (GaugeMetricFamily, "Encrypted KV caches: bytes in memory."),
+    "page_limit_bytes": (GaugeMetricFamily, "Encrypted KV caches: the most bytes in memory."),
+    "page_spilled_bytes": (GaugeMetricFamily, "Encrypted KV caches: bytes on disk."),
+    "page_evictions": (CounterMetricFamily, "Encrypted KV caches: sessions that lost their pages."),
+    "gpu_allocated_bytes": (GaugeMetricFamily, "Memory of the CUDA device that tensors take."),
+    "gpu_reserved_bytes": (GaugeMetricFamily, "Memory of the CUDA device that this process holds."),
 }
 
 
@@ -82,9 +85,8 @@ class Metrics:
         self._info.info(labels)
 
     def watch(self, **values: Callable[[], float]) -> None:
-        """Gauges of the names in ``_WATCHED``, each given once: a function that is called when Prometheus asks."""
-        for name, value in values.items():
-            Gauge(f"sordino_{name}", _WATCHED[name], registry=self.registry).set_function(value)
+        """Shows what is counted elsewhere, by the names of ``_WATCHED``: asked for whenever Prometheus asks."""
+        self.registry.register(_Watched(values))
 
     def product(self, kind: Kind, *, requests: int, rows: int, seconds: float) -> None:
         """One product, and the rows of all its requests: of ``masks`` points, of ``attention`` sums.
@@ -160,6 +162,16 @@ class Metrics:
             if len(self._names) < _NAMES:
                 self._names.add(client)
             return client if client in self._names else OTHERS
+
+
+class _Watched(Collector):
+    def __init__(self, values: Mapping[str, Callable[[], float]]) -> None:
+        self._values = values
+
+    def collect(self) -> Iterable[Metric]:
+        for name, value in self._values.items():
+            family, what = _WATCHED[name]
+            yield family(f"sordino_{name}", what, value=value())
 
 
 class MetricsInterceptor(grpc.ServerInterceptor):
