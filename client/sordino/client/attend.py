@@ -25,6 +25,7 @@ from sordino.client.pages import (
     encode_queries,
     encode_values,
 )
+from sordino.client.route import Target
 from sordino.client.transport import Call, Connection, Watchdog, next_answer
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import IntegrityError, KvEvictedError, SessionLostError, TransportError
@@ -54,8 +55,8 @@ class Page:
 class PageStream:
     """The pages of one session: requests and answers over one stream, which cannot be replaced while pages are on it.
 
-    Safe for several threads, which take turns. Without pages a broken stream is opened again; with pages they are gone,
-    and whoever needs them gets KvEvictedError.
+    Safe for several threads, which take turns. Without pages a broken stream is opened again, of several servers to any
+    one of them, whatever groups it holds; with pages they are gone, and whoever needs them gets KvEvictedError.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -63,6 +64,7 @@ class PageStream:
         self._lock = threading.RLock()
         self._outgoing: queue.SimpleQueue[pb.AttendRequest | None] = queue.SimpleQueue()
         self._call: Call[pb.AttendResponse] | None = None
+        self._target: Target | None = None
         self._watchdog = Watchdog(connection.timeout_s)
         self._closed = False
         self._next_id = 0
@@ -165,7 +167,8 @@ class PageStream:
         self._check_open()
         if self._call is None:
             self._outgoing = queue.SimpleQueue()
-            self._call = self._connection.open_attention(iter(self._outgoing.get, None))
+            self._target = self._connection.route.holder()
+            self._call = self._connection.open_attention(iter(self._outgoing.get, None), self._target)
             opening = pb.Open(fingerprint=self._connection.manifest.fingerprint, protocol=pb.PROTOCOL_RLWE)
             self._exchange(self._call, [pb.AttendRequest(open=opening)], _ignore)
         return self._call
@@ -208,6 +211,10 @@ class PageStream:
                 send(message, number)
             while sent:
                 read()
+        except TransportError as error:
+            target = self._target
+            self._hang_up()
+            raise (self._connection.route.failed(target, error) if target else error) from None
         except BaseException:
             self._hang_up()
             raise

@@ -22,7 +22,12 @@ _ROWS: Final = "How many rows travel, and what that shows"
 Fingerprint = Annotated[
     str | None, typer.Option(help="Refuse a server with any other split; `sordino serve` and `split` print it.")
 ]
-Server = Annotated[str, typer.Option(help="grpcs://host:port of the server.", envvar="SORDINO_SERVER")]
+Server = Annotated[
+    str,
+    typer.Option(
+        help="grpcs://host:port of the server; several of one model with commas between them.", envvar="SORDINO_SERVER"
+    ),
+]
 Ca = Annotated[Path | None, typer.Option(help="CA of the server's certificate (PEM).", envvar="SORDINO_CA")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the token.", envvar="SORDINO_TOKEN_FILE")]
 Pool = Annotated[Path | None, typer.Option(help="Folder of the mask pool; per model in your data folder by default.")]

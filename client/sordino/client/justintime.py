@@ -106,6 +106,7 @@ class JustInTime:
         self._groups = connection.manifest.groups
         self._index = {group.name: i for i, group in enumerate(self._groups)}
         self._stream = EvaluationStream(connection, pb.PROTOCOL_RLWE, phase="provision")
+        self._route = connection.route
         self._max_message_bytes = connection.max_message_bytes
         self._check = check
         self._choices = choices
@@ -213,7 +214,7 @@ class JustInTime:
             wr = order.round.result(answers, order.key, order.r.shape[0])
             group = self._groups[order.index]
             if (check := self._check(group.name)) is not None:
-                verify(group, check, order.r, wr)
+                verify(group, check, order.r, wr, self._route.answerer())
             with self._changed:
                 if self._closed:
                     return

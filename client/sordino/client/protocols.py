@@ -65,6 +65,7 @@ class MaskedProtocol:
     ) -> None:
         self.name = name
         self._stream = EvaluationStream(connection, pb.PROTOCOL_MASKED)
+        self._route = connection.route
         self._keeper = keeper
         self._watch = watch or Watch()
         self._timings = connection.timings
@@ -99,7 +100,7 @@ class MaskedProtocol:
         y = self._stream.product(self._index[group.name], group, u, meanwhile=expect)
         now = timings.lap("wait", now)
         if check is not None:
-            verify_expected(group, check, expected, y)
+            verify_expected(group, check, expected, y, self._route.answerer())
             now = timings.lap("verify", now)
         self._keeper.raise_failure()
         if self._watch.groups:
@@ -138,6 +139,7 @@ class RlweProtocol:
         watch: Watch | None = None,
     ) -> None:
         self._stream = EvaluationStream(connection, pb.PROTOCOL_RLWE)
+        self._route = connection.route
         self._watch = watch or Watch()
         self._max_message_bytes = connection.max_message_bytes
         self._timings = connection.timings
@@ -165,7 +167,7 @@ class RlweProtocol:
                 y = product.result(answers, self._key, product.rows)
                 now = timings.lap("decrypt", now)
                 if (check := self._checks.get(group.name)) is not None:
-                    verify(group, check, some, y)
+                    verify(group, check, some, y, self._route.answerer())
                     now = timings.lap("verify", now)
             except IntegrityError as error:
                 self._failure = error

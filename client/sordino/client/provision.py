@@ -129,25 +129,30 @@ def fetch_check_vectors(connection: Connection, count: int, progress: Progress |
     return vectors
 
 
-def verify(group: GroupSpec, check: CheckVector, rows: U32, answers: U32) -> None:
+def verify(group: GroupSpec, check: CheckVector, rows: U32, answers: U32, answerer: str = "the server") -> None:
     """v.y = c.u mod p for every row u and answer y (Freivalds): a wrong answer passes with probability 2^-32 a vector.
+
+    Which server made c makes no difference: all of them hold the same matrix.
+
+    Args:
+        answerer: who is named when it fails; see :meth:`sordino.client.route.Route.answerer`.
 
     Raises:
         IntegrityError: an answer is not this group's matrix times its row.
     """
     expected = np.empty((rows.shape[0], check.v.shape[0]), np.uint32)
     dot_mod_p(check.c, rows, expected)
-    verify_expected(group, check, expected, answers)
+    verify_expected(group, check, expected, answers, answerer)
 
 
-def verify_expected(group: GroupSpec, check: CheckVector, expected: U32, answers: U32) -> None:
+def verify_expected(group: GroupSpec, check: CheckVector, expected: U32, answers: U32, answerer: str) -> None:
     """:func:`verify` with c.u computed beforehand (while the server worked)."""
     got = np.empty_like(expected)
     dot_mod_p(check.v, answers, got)
     if not np.array_equal(got, expected) or not all_in_ring(answers):
         raise IntegrityError(
-            f"the server's answer for group {group.name!r} is not its matrix times the rows sent: the session ends and "
-            "all masks and keys made with this server are thrown away"
+            f"the answer of {answerer} for group {group.name!r} is not its matrix times the rows sent: the session "
+            "ends and all masks and keys made with it are thrown away"
         )
 
 
@@ -251,7 +256,7 @@ def _stream_groups(
             wr = combine_planes(key.decrypt(halves[0], halves[1]), group.planes)[: r.shape[0]]
             check = checks.get(group.name)
             if check is not None:
-                verify(group, check, r, wr)
+                verify(group, check, r, wr, connection.route.answerer())
             write(group.name, wr)
             room.release()
             yield index + 1

@@ -14,6 +14,7 @@ from platformdirs import user_data_path
 from sordino.client.attend import EncryptedAttention
 from sordino.client.blocks import prices
 from sordino.client.bundle import BundleProgress, fetch_bundle
+from sordino.client.interrupts import interrupts
 from sordino.client.justintime import JustInTime
 from sordino.client.kvcache import IMPLEMENTATION, use_encrypted_cache
 from sordino.client.model import attach, build_model, check_device, load_tokenizer
@@ -21,6 +22,7 @@ from sordino.client.pool import CHUNK, MaskPool
 from sordino.client.protocols import ClearProtocol, LinearProtocol, MaskedProtocol, RlweProtocol
 from sordino.client.provision import Progress, ProvisionPlan, fetch_check_vectors, plan_batch
 from sordino.client.refill import AutoKeeper, Keeper, Notify, PoolKeeper
+from sordino.client.route import TargetState
 from sordino.client.timings import Timings
 from sordino.client.transport import Connection, Traffic
 from sordino.client.watch import Watch
@@ -82,6 +84,12 @@ class Session:
     @property
     def timings(self) -> Timings:
         return self._connection.timings
+
+    def targets(self) -> list[TargetState]:
+        """The servers of this session, in the order in which they were given: what each holds, and how it fares."""
+        self._owner.check()
+        with interrupts:
+            return self._connection.route.states()
 
     @property
     def masks_left(self) -> int | None:
@@ -156,7 +164,8 @@ def connect(
     """Connects to a hosted model; the prompt and the answer stay on this side.
 
     Args:
-        target: ``grpcs://host:port``, or ``grpc://localhost:port`` for a server without TLS on this machine.
+        target: ``grpcs://host:port``, or ``grpc://localhost:port`` for a server without TLS on this machine. Several
+            with commas between them are replicas or stages of one model (docs/replicas.md).
         token: as the provider gave it. ca: PEM of the authority behind the server's certificate.
         fingerprint: refuse a server that holds any other split.
         protocol: ``masked`` waits for a pool of masks; ``auto`` begins at once with masks made just in time and goes
@@ -175,7 +184,8 @@ def connect(
             the pool was made with, or one.
         cache: where client bundles are kept. state_dir: where the ledger of used masks lives on this host.
         device: for the local part of the model. timeout_s: longest wait for one answer. retry_s: how long a server
-            may be away, without any progress, before the answer is given up.
+            may be away, without any progress, before the answer is given up; another one of the same groups is asked
+            at once.
         on_bundle, on_plan, on_provision, on_notice: progress callbacks. Without on_plan and on_notice what they would
             be told is logged, since it costs minutes and gigabytes.
 
@@ -185,9 +195,10 @@ def connect(
     Raises:
         TransportError, AuthError: the server cannot be reached or refuses the token.
         BundleError: the bundle is damaged or asks for something a client does not accept.
-        FingerprintError: the server, or the pool, belongs to another split.
+        FingerprintError: the server, or the pool, belongs to another split, or two servers differ.
         PoolError: the mask pool cannot be used, or ``batch`` cannot be made.
-        RangeError: another argument has a value that means nothing, or this machine does not have the device.
+        RangeError: a target is named twice, another argument has a value that means nothing, or this machine does not
+            have the device.
     """
     check_batch(batch)
     if protocol not in _ON_THE_WIRE:

@@ -1,4 +1,4 @@
-"""The client's end of the wire: one channel, one evaluation stream that survives a restart of the server."""
+"""The client's end of the wire: calls to the servers of a model, and streams that survive a restart of one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import grpc
@@ -22,9 +23,9 @@ from numpy.typing import NDArray
 
 from sordino.client.forks import Owner
 from sordino.client.interrupts import interrupts
+from sordino.client.route import PASSING, MovedError, Route, Target
 from sordino.client.timings import Timings
 from sordino.proto.v1 import sordino_pb2 as pb
-from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.shared.errors import (
     AuthError,
     HandshakeError,
@@ -35,14 +36,8 @@ from sordino.shared.errors import (
     SessionLostError,
     TransportError,
 )
-from sordino.shared.manifest import GroupSpec, ModelManifest
-from sordino.shared.transport import (
-    DEFAULT_MAX_MESSAGE_BYTES,
-    ENVELOPE_BYTES,
-    MIN_MESSAGE_BYTES,
-    channel_options,
-    error_of,
-)
+from sordino.shared.manifest import GroupSpec
+from sordino.shared.transport import ENVELOPE_BYTES, channel_options, error_of
 
 log = logging.getLogger(__name__)
 
@@ -85,18 +80,23 @@ class Traffic:
 
 
 class Connection:
-    """A channel to one server (or to a balancer before several that hold the same split).
+    """Channels to the servers of one model: to one (or a balancer before several), to replicas, to stages.
 
     Args:
-        target: ``grpcs://host:port`` with TLS, ``grpc://host:port`` without (loopback only).
-        token: as the provider gave it; None for a server that asks for none.
-        ca: PEM of the authority that signed the server's certificate; None uses the system's.
+        target: ``grpcs://host:port`` with TLS, ``grpc://host:port`` without (loopback only); several with commas
+            between them. Between them they hold every group of the same split; see :class:`Route`.
+        token: as the provider gave it; None for a server that asks for none. It goes to all of them.
+        ca: PEM of the authority that signed the certificates; None uses the system's.
         timeout_s: for each short call, and the longest wait for one answer of a stream.
-        retry_s: how long a broken stream is retried, without any progress, before it counts as lost.
+        retry_s: how long a broken stream is retried, without any progress, before it counts as lost. Where another
+            server holds the same group, that one is asked at once.
 
     Raises:
-        AuthError: the token cannot be one, or the server refuses it.
-        TransportError: the target is malformed, the CA file holds no certificate, or the server cannot be reached.
+        AuthError: the token cannot be one, or a server refuses it.
+        TransportError: a target is malformed, the CA file holds no certificate, or no server can be reached.
+        HandshakeError: no server holds some of the groups.
+        FingerprintError: two servers hold different models.
+        RangeError: a target is named twice, or a time is none.
     """
 
     def __init__(
@@ -121,34 +121,27 @@ class Connection:
         self._metadata = _authorization(token)
         self._closed = threading.Event()
         self._fetched = 0
-        self._channel = _channel(target, ca)
-        self._stub = pb_grpc.SordinoStub(self._channel)
+        self.route = Route([Target(one, _channel(one, ca)) for one in _split(target)], self._metadata, timeout_s)
         try:
             # The manifest precedes every state, so a server that is just restarting is waited for.
-            reply = self.retrying(
-                lambda: self._stub.GetManifest(pb.GetManifestRequest(), metadata=self._metadata, timeout=timeout_s)
-            )
-            self.manifest = ModelManifest.from_json(reply.manifest)
+            offer = self.retrying(self.route.open)
         except BaseException:
-            self._channel.close()
+            self.route.close()
             raise
-        self.max_message_bytes = min(reply.max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES, _MAX_MESSAGE)
-        if self.max_message_bytes < MIN_MESSAGE_BYTES:
-            self._channel.close()
-            raise ProtocolError(
-                f"the server takes messages of {self.max_message_bytes} bytes, at least {MIN_MESSAGE_BYTES} are needed"
-            )
-        self.protocols = tuple(reply.protocols)
-        self.server_version = reply.version
+        self.manifest = offer.manifest
+        self.max_message_bytes = min(offer.max_message_bytes, _MAX_MESSAGE)
+        self.protocols = offer.protocols
+        self.server_version = offer.version
 
     def fetch(self, name: str, offset: int) -> Iterator[bytes]:
         """The bytes of a file of the client bundle from ``offset`` on, in chunks."""
         self.owner.check()
         position = offset
-        call: Call[pb.FileChunk] = self._stub.FetchFile(
+        target = self.route.holder()
+        call: Call[pb.FileChunk] = target.stub.FetchFile(
             pb.FetchFileRequest(name=name, offset=offset), metadata=self._metadata
         )
-        for chunk in self._unless_busy(self._answers(call, Watchdog(self.timeout_s))):
+        for chunk in self._unless_busy(self._answers(call, Watchdog(self.timeout_s), target)):
             if chunk.offset != position:
                 raise ProtocolError(f"the server sent {name!r} out of order")
             if not chunk.data:
@@ -166,28 +159,54 @@ class Connection:
             raise TransportError(f"the server is busy: {error}") from None
 
     def provision(self, requests: Iterator[pb.ProvisionRequest]) -> Generator[pb.ProvisionResponse]:
-        """One provisioning stream; answers come in the order of the requests."""
+        """Provisioning: a stream, or one after another where groups lie with different servers.
+
+        Answers come in the order of the requests.
+        """
         self.owner.check()
+        # What the next stream begins with. A lone server is asked before there is any request.
+        following = [] if self.route.lone else list(islice(requests, 1))
+        whole = True
+        while whole:
+            begin, following = following, []
+            whole = yield from self._provision(begin, requests, following)
+            whole = whole and bool(following)
+
+    def _provision(
+        self, begin: list[pb.ProvisionRequest], requests: Iterator[pb.ProvisionRequest], rest: list[pb.ProvisionRequest]
+    ) -> Generator[pb.ProvisionResponse, None, bool]:
+        """One stream, up to a request for a group that its server does not hold, which goes into ``rest``.
+
+        Returns:
+            Whether all that was asked has been answered.
+        """
+        group = begin[0].group if begin else None
+        target = self.route.holder(group)
         watchdog = Watchdog(self.timeout_s)
-        asked = 0
+        asked = answered = 0
 
         def counted() -> Iterator[pb.ProvisionRequest]:
             nonlocal asked
-            for request in requests:
+            for request in chain(begin, requests):
+                if not (self.route.lone or target.holds(request.group)):
+                    rest.append(request)
+                    return
                 self.traffic.count("provision", up=request.ByteSize())
                 asked += 1
                 # Encrypting the next request takes this side a while, which is no silence of the server.
                 watchdog.restart()
                 yield request
 
-        call: Call[pb.ProvisionResponse] = self._stub.Provision(counted(), metadata=self._metadata)
-        for number, response in enumerate(self._answers(call, watchdog), 1):
-            if number > asked:
+        call: Call[pb.ProvisionResponse] = target.stub.Provision(counted(), metadata=self._metadata)
+        for response in self._answers(call, watchdog, target, group):
+            answered += 1
+            if answered > asked:
                 raise ProtocolError("the server answered before it was asked")
             self.traffic.count("provision", down=response.ByteSize())
             yield response
+        return answered == asked
 
-    def _answers(self, call: Call[T], watchdog: Watchdog) -> Iterator[T]:
+    def _answers(self, call: Call[T], watchdog: Watchdog, target: Target, group: int | None = None) -> Iterator[T]:
         """The messages of a stream until it ends, each waited for by ``timeout_s`` at most."""
         try:
             while True:
@@ -196,21 +215,33 @@ class Connection:
                     answer = next(call, None)
                 if answer is None:
                     return
+                self.route.answered(target)
                 yield answer
         except grpc.RpcError as error:
-            raise error_of(error) from None
+            ended = error_of(error)
+            raise (self.route.failed(target, ended, group) if isinstance(ended, PASSING) else ended) from None
+        except TransportError as error:  # the watchdog's
+            raise self.route.failed(target, error, group) from None
         finally:
             watchdog.close()
             call.cancel()
 
-    def open_stream(self, requests: Iterator[pb.EvaluateRequest]) -> Call[pb.EvaluateResponse]:
+    def open_stream(
+        self, requests: Iterator[pb.EvaluateRequest], target: Target | None = None
+    ) -> Call[pb.EvaluateResponse]:
+        """To any of the servers, if not to one."""
         self.owner.check()
-        call: Call[pb.EvaluateResponse] = self._stub.Evaluate(requests, metadata=self._metadata)
+        stub = (target or self.route.holder()).stub
+        call: Call[pb.EvaluateResponse] = stub.Evaluate(requests, metadata=self._metadata)
         return call
 
-    def open_attention(self, requests: Iterator[pb.AttendRequest]) -> Call[pb.AttendResponse]:
+    def open_attention(
+        self, requests: Iterator[pb.AttendRequest], target: Target | None = None
+    ) -> Call[pb.AttendResponse]:
+        """To any of the servers, if not to one."""
         self.owner.check()
-        call: Call[pb.AttendResponse] = self._stub.Attend(requests, metadata=self._metadata)
+        stub = (target or self.route.holder()).stub
+        call: Call[pb.AttendResponse] = stub.Attend(requests, metadata=self._metadata)
         return call
 
     def retrying(self, attempt: Callable[[], T], progress: Callable[[], object] | None = None) -> T:
@@ -229,7 +260,7 @@ class Connection:
         self.owner.check()
         with interrupts:
             done: Callable[[], object] = progress or (lambda: self._fetched)
-            before, tries, deadline = done(), 0, math.inf
+            before, tries, moves, deadline = done(), 0, 0, math.inf
             while True:
                 try:
                     return self._attempt(attempt)
@@ -238,15 +269,21 @@ class Connection:
                 except TransportError as error:
                     interrupts.check()
                     if (now := done()) != before:
-                        before, tries, deadline = now, 0, math.inf
+                        before, tries, moves, deadline = now, 0, 0, math.inf
+                    # Each of the others once; two that take turns to fail are away like one.
+                    moved = isinstance(error, MovedError) and moves < self.route.others
                     pause = _BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)]
-                    deadline = min(deadline, time.monotonic() + self.retry_s)
-                    if time.monotonic() + pause > deadline:
-                        raise
-                    if tries == _QUIET_TRIES:
-                        log.warning("the server is away, trying for up to %g s: %s", self.retry_s, error)
+                    if not moved:
+                        deadline = min(deadline, time.monotonic() + self.retry_s)
+                        if time.monotonic() + pause > deadline:
+                            raise
+                        if tries == _QUIET_TRIES:
+                            log.warning("the server is away, trying for up to %g s: %s", self.retry_s, error)
                 self.traffic.retries += 1
-                tries += 1
+                if moved:
+                    moves += 1
+                    continue
+                tries, moves = tries + 1, 0
                 self._closed.wait(pause)
                 self._wait_for_connection(min(1.0, max(0.0, deadline - time.monotonic())))
 
@@ -264,7 +301,10 @@ class Connection:
 
     def _wait_for_connection(self, timeout_s: float) -> None:
         """Lets the channel work on its connection: between calls that fail at once nobody would drive it."""
-        probe: Callable[..., bytes] = self._channel.unary_unary("/grpc.health.v1.Health/Check")
+        if self.route.lone is None:
+            self.route.wait(timeout_s)
+            return
+        probe: Callable[..., bytes] = self.route.lone.channel.unary_unary("/grpc.health.v1.Health/Check")
         try:
             probe(b"", wait_for_ready=True, timeout=timeout_s)
         except (grpc.RpcError, ValueError) as error:  # the latter of a channel that was closed
@@ -284,14 +324,22 @@ class Connection:
             return
         with interrupts:
             self._closed.set()
-            self._channel.close()
+            self.route.close()
+
+
+class _Line(NamedTuple):
+    """The open stream to one server."""
+
+    call: Call[pb.EvaluateResponse]
+    outgoing: queue.SimpleQueue[pb.EvaluateRequest | None]
 
 
 class EvaluationStream:
-    """Requests and answers over one bidirectional stream; safe for several threads, which take turns.
+    """Requests and answers over one bidirectional stream to each server; safe for several threads, which take turns.
 
-    A broken stream is opened again and the unanswered messages are sent as they were, byte for byte: a masked row or a
-    ciphertext has one meaning, so a second copy tells the server nothing (§4.5.1).
+    A broken stream is opened again, to the same server or to another that holds the group, and the unanswered messages
+    are sent as they were, byte for byte: a masked row or a ciphertext has one meaning, so a second copy tells nothing,
+    nor do two servers that compare theirs learn more than one (§4.5.1).
 
     Args:
         phase: what its traffic is counted as; ``online`` counts rounds too.
@@ -304,8 +352,7 @@ class EvaluationStream:
             open=pb.Open(fingerprint=connection.manifest.fingerprint, protocol=protocol), id=0
         )
         self._lock = threading.Lock()
-        self._outgoing: queue.SimpleQueue[pb.EvaluateRequest | None] = queue.SimpleQueue()
-        self._call: Call[pb.EvaluateResponse] | None = None
+        self._lines: dict[Target, _Line] = {}
         self._next_id = 1
         self._closed = False
         self._watchdog = Watchdog(connection.timeout_s)
@@ -324,8 +371,9 @@ class EvaluationStream:
         parts = []
         for message, answer in zip(messages, self.exchange(messages, meanwhile), strict=True):
             if len(answer.data) != 4 * message.rows * group.out_features:
+                who = self._connection.route.answerer()
                 raise IntegrityError(
-                    f"group {group.name!r}: the answer has {len(answer.data)} bytes for {message.rows} rows"
+                    f"group {group.name!r}: the answer of {who} has {len(answer.data)} bytes for {message.rows} rows"
                 )
             parts.append(np.frombuffer(answer.data, dtype="<u4").reshape(message.rows, group.out_features))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -335,7 +383,8 @@ class EvaluationStream:
             return
         with interrupts, self._lock:
             self._closed = True
-            self._hang_up()
+            for target in list(self._lines):
+                self._hang_up(target)
         self._watchdog.close()
 
     def _messages(self, index: int, group: GroupSpec, rows: U32) -> list[pb.EvaluateRequest]:
@@ -356,7 +405,7 @@ class EvaluationStream:
         """One round: all ``messages`` go out, an answer to each comes back, in their order.
 
         Args:
-            messages: without ids, which are given here.
+            messages: of one group, without ids, which are given here.
             meanwhile: client work that runs while the server computes.
 
         Raises:
@@ -377,31 +426,37 @@ class EvaluationStream:
         self, messages: Sequence[pb.EvaluateRequest], meanwhile: Callable[[], None] | None
     ) -> list[pb.EvaluateResponse]:
         traffic, timings, phase = self._connection.traffic, self._connection.timings, self._phase
+        route, group = self._connection.route, messages[0].group
         answers: list[pb.EvaluateResponse] = []
         pending = deque(messages)
         working = meanwhile
 
         def attempt() -> None:
             nonlocal working
+            target = route.holder(group)
             try:
-                call = self._stream()
+                line = self._line(target)
                 for message in pending:
                     traffic.count(phase, up=message.ByteSize())
-                    self._outgoing.put(message)
+                    line.outgoing.put(message)
                 if working is not None:
                     work, working = working, None
                     work()
                 while pending:
-                    answer = self._read(call)
+                    answer = next_answer(line.call, self._watchdog)
+                    route.answered(target)
                     if answer.id != pending[0].id:
-                        raise IntegrityError("the server answered out of order")
+                        raise IntegrityError(f"{route.answerer()} answered out of order")
                     traffic.count(phase, down=answer.ByteSize())
                     if phase == "online":
                         timings["server"] = timings.get("server", 0.0) + answer.compute_us / 1e6
                     answers.append(answer)
                     pending.popleft()
+            except PASSING as error:
+                self._hang_up(target)
+                raise route.failed(target, error, group) from None
             except BaseException:
-                self._hang_up()
+                self._hang_up(target)
                 raise
 
         try:
@@ -409,32 +464,27 @@ class EvaluationStream:
         except SessionLostError:
             raise
         except TransportError as error:
-            raise SessionLostError(f"the server was away for {self._connection.retry_s:.0f} s: {error}") from None
+            away = "the server was" if route.lone else "all servers of these layers were"
+            raise SessionLostError(f"{away} away for {self._connection.retry_s:.0f} s: {error}") from None
         traffic.rounds += phase == "online"
         return answers
 
-    def _stream(self) -> Call[pb.EvaluateResponse]:
-        if self._call is None:
-            self._outgoing = queue.SimpleQueue()
-            self._call = self._connection.open_stream(iter(self._outgoing.get, None))
-            self._outgoing.put(self._open)
-            self._connection.traffic.count(
-                self._phase, up=self._open.ByteSize(), down=self._read(self._call).ByteSize()
-            )
-        return self._call
+    def _line(self, target: Target) -> _Line:
+        line = self._lines.get(target)
+        if line is None:
+            outgoing: queue.SimpleQueue[pb.EvaluateRequest | None] = queue.SimpleQueue()
+            line = _Line(self._connection.open_stream(iter(outgoing.get, None), target), outgoing)
+            self._lines[target] = line
+            outgoing.put(self._open)
+            opened = next_answer(line.call, self._watchdog)
+            self._connection.traffic.count(self._phase, up=self._open.ByteSize(), down=opened.ByteSize())
+        return line
 
-    def _read(self, call: Call[pb.EvaluateResponse]) -> pb.EvaluateResponse:
-        try:
-            with self._watchdog.watching(call):
-                return next(call)
-        except StopIteration:
-            raise TransportError("the server ended the stream") from None
-
-    def _hang_up(self) -> None:
-        if self._call is not None:
-            self._outgoing.put(None)
-            self._call.cancel()
-            self._call = None
+    def _hang_up(self, target: Target) -> None:
+        line = self._lines.pop(target, None)
+        if line is not None:
+            line.outgoing.put(None)
+            line.call.cancel()
 
 
 class Watchdog:
@@ -536,6 +586,23 @@ def parse_target(target: str) -> tuple[str, str, int]:
     if not port:
         raise TransportError(f"target {target!r}: the port is not a number from 1 to 65535")
     return parts.scheme, host, port
+
+
+def _split(targets: str) -> list[str]:
+    """The targets between commas.
+
+    Raises:
+        TransportError: one is malformed.
+        RangeError: one is named twice.
+    """
+    names = [name.strip() for name in targets.split(",")]
+    seen: dict[tuple[str, int], str] = {}
+    for name in names:
+        _, host, port = parse_target(name)
+        if (host, port) in seen:
+            raise RangeError(f"target {name!r} is named twice: name each server once")
+        seen[host, port] = name
+    return names
 
 
 def _channel(target: str, ca: Path | None) -> grpc.Channel:
