@@ -179,7 +179,10 @@ class _edge:  # noqa: N801 - used like a function
             self._context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
             if isinstance(error, BundleError):
                 log.error("bundle: %s", error)
-            self._context.abort(status_of(error), str(error))
+            code = status_of(error)
+            if not self._context.is_active():  # it has ended already, and this is what came of it
+                code = self._context.code() or grpc.StatusCode.CANCELLED  # type: ignore[attr-defined]
+            self._context.abort(code, str(error))
         elif isinstance(error, Exception) and self._context.is_active():
             log.error("internal error: %s", type(error).__name__, exc_info=True)
             self._context.abort(grpc.StatusCode.INTERNAL, "internal error, see the server's log")

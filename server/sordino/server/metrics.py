@@ -121,6 +121,7 @@ class Metrics:
         self._started.labels(method).inc()
         self._clients.labels(self._bounded(client)).inc()
         self._open.labels(method).inc()
+        peer = context.peer().rpartition(":")[0]  # unknown once the call has ended
         start, failed = time.monotonic(), False
         try:
             yield
@@ -131,7 +132,7 @@ class Metrics:
             seconds, status = time.monotonic() - start, _status(context, failed)
             self._open.labels(method).dec()
             self._ended.labels(method, status).inc()
-            _log_end(method, status, seconds, client, context)
+            _log_end(method, status, seconds, client, peer)
 
     def unknown_call(self) -> None:
         """A call of no method of the server's: a stranger's text is no label."""
@@ -225,15 +226,17 @@ class MetricsInterceptor(grpc.ServerInterceptor):
 
 
 def _status(context: Context, failed: bool) -> str:
-    """How a call ends, as its client sees it; CANCELLED also where the client's time is over, or its process died."""
+    """How a call ends, as its client sees it; CANCELLED also where the client's time is over, or its process died.
+
+    Where the server waits for a message gRPC may tell of a cancel as of the last message: then it is OK.
+    """
     code: grpc.StatusCode | None = context.code()  # type: ignore[attr-defined]
     if not context.is_active():
         return (code or grpc.StatusCode.CANCELLED).name
     return (code or (grpc.StatusCode.UNKNOWN if failed else grpc.StatusCode.OK)).name
 
 
-def _log_end(method: str, status: str, seconds: float, client: str, context: Context) -> None:
-    peer = context.peer().rpartition(":")[0]
+def _log_end(method: str, status: str, seconds: float, client: str, peer: str) -> None:
     level = logging.DEBUG if method == _PROBE else logging.INFO
     log.log(
         level,
