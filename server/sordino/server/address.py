@@ -45,5 +45,14 @@ def check(host: str, port: int) -> None:
         raise SordinoError(f"--host {host!r} is not an address of this machine; 0.0.0.0 and :: are all that it has")
 
 
+def free_port(host: str) -> int:
+    """A port that nobody listens on now."""
+    family, kind, protocol, _, (name, *_) = socket.getaddrinfo(_bare(host), 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as trial:
+        trial.bind((name, 0))
+        port: int = trial.getsockname()[1]
+    return port
+
+
 def _bare(host: str) -> str:
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host

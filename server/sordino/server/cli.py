@@ -154,7 +154,9 @@ def serve(
     if tensor_parallel > 1 and not ranked:
         _check_device_count(device, tensor_parallel)
         ModelManifest.load(bundle)
-        launch(tensor_parallel, sys.argv[1:])
+        address.check(host, port)
+        # All starts of the ranks listen on one port, so that clients find them again.
+        launch(tensor_parallel, [*sys.argv[1:], *(() if port else ("--port", str(address.free_port(host))))])
         return
     if ranked and device == "cuda":
         device = f"cuda:{os.environ[LOCAL_RANK]}"

@@ -13,12 +13,15 @@ All results are integers modulo p or q, so their bits are those of one process.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
@@ -40,6 +43,7 @@ log = logging.getLogger(__name__)
 Arrays = Sequence[NDArray[Any]]
 
 MAX_RANKS: Final = 8
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 _FRAME: Final = 1 << 15  # bytes of the first broadcast of a message; most have room in it
 _STATUS: Final = 8  # bytes before a part: how it went
 _FINE, _OUT_OF_RANGE, _BROKEN = range(3)
@@ -244,9 +248,8 @@ class TensorParallel:
     def stop(self) -> None:
         """Lets the other ranks end."""
         self._stopped.set()
-        if self.failure is None:
-            with self._turn():
-                self._link.send({"kind": "stop"})
+        with suppress(TransportError), self._turn():
+            self._link.send({"kind": "stop"})
 
     @property
     def lost(self) -> bool:
@@ -307,8 +310,15 @@ def _array(part: bytes, kind: str, shape: tuple[int, ...]) -> NDArray[Any]:
 
 
 def join(device: str) -> None:
-    """Enters the process group that torchrun described in the environment."""
-    dist.init_process_group("nccl" if torch.device(device).type == "cuda" else "gloo", timeout=_TIMEOUT)
+    """Enters the process group that torchrun described in the environment; the process ends with torchrun's."""
+    if prctl := getattr(ctypes.CDLL(None), "prctl", None):
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    store, rank, ranks = next(dist.rendezvous("env://", timeout=_TIMEOUT))  # type: ignore[attr-defined]
+    # The agent's store outlives a restart, and with it the addresses of ranks that are gone.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"start-{start}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
     if not 1 < dist.get_world_size() <= MAX_RANKS:
         raise SordinoError(f"tensor parallel has 2 to {MAX_RANKS} ranks, not {dist.get_world_size()}")
 
