@@ -33,6 +33,12 @@ class Rounding(StrEnum):
     nearest = "nearest"
 
 
+class KvPolicy(StrEnum):
+    evict = "evict"
+    spill = "spill"
+    refuse = "refuse"
+
+
 def add(app: typer.Typer) -> None:
     """Adds the provider's commands to the ``sordino`` command."""
     app.command()(split)
@@ -104,6 +110,22 @@ def serve(
     ] = 2048,
     kv_mib: Annotated[int, typer.Option(help="Memory for encrypted KV caches, of all sessions.", min=0)] = 4096,
     kv_session_mib: Annotated[int, typer.Option(help="The same, of one session.", min=0)] = 2048,
+    kv_token_mib: Annotated[
+        int | None,
+        typer.Option(help="The same, of all sessions of one token; no limit by default.", min=0, show_default=False),
+    ] = None,
+    kv_policy: Annotated[
+        KvPolicy,
+        typer.Option(
+            help="When that memory is full: sessions at rest lose their pages, or have them on disk, or newcomers are "
+            "refused."
+        ),
+    ] = KvPolicy.evict,
+    kv_spill: Annotated[
+        Path | None,
+        typer.Option(help="Folder for pages on disk, closed to others; with --kv-policy spill.", show_default=False),
+    ] = None,
+    kv_spill_mib: Annotated[int, typer.Option(help="Disk for them.", min=0)] = 16384,
     max_streams: Annotated[
         int, typer.Option(help="Evaluation streams at a time; each takes up to 100 MB while it works.", min=1)
     ] = 256,
@@ -135,6 +157,7 @@ def serve(
     from sordino.server.files import replace
     from sordino.server.launch import LOCAL_RANK, RANK, launch
     from sordino.server.logs import fields, use_json
+    from sordino.server.pagestore import Policy
     from sordino.server.service import Limits
     from sordino.server.tls import TlsFiles, make_certificates
     from sordino.shared.manifest import ModelManifest
@@ -188,6 +211,10 @@ def serve(
             batching=batching,
             max_page_bytes=kv_mib << 20,
             max_page_bytes_per_session=kv_session_mib << 20,
+            max_page_bytes_per_identity=None if kv_token_mib is None else kv_token_mib << 20,
+            kv_policy=Policy(kv_policy.value),
+            kv_spill=kv_spill,
+            max_spill_bytes=kv_spill_mib << 20,
         ),
     )
     if ranked and os.environ[RANK] != "0":

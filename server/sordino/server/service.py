@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -21,8 +22,9 @@ from sordino.server.blocks import Wanted
 from sordino.server.decoding import Waits
 from sordino.server.engine import Engine, LocalEngine
 from sordino.server.metrics import Metrics
+from sordino.server.pagepool import PageFile
 from sordino.server.pages import evaluate
-from sordino.server.pagestore import PageSession, PageStore
+from sordino.server.pagestore import PageSession, PageStore, Policy
 from sordino.server.places import Places, Room
 from sordino.server.provision import return_memory
 from sordino.server.scheduler import Scheduler
@@ -69,10 +71,15 @@ class Limits:
     batching: bool = True
     max_attention: int = 64
     max_attention_per_identity: int = 16
-    # Pages of KV caches: of all sessions, and of one. After kv_evict_s without a call a session's pages may make room
-    # for others, after kv_idle_s they are gone.
+    # Pages of KV caches: of all sessions in memory, of one, and of one identity. After kv_evict_s without a call a
+    # session's pages may make room for others by the policy "evict", after kv_idle_s they are gone.
     max_page_bytes: int = 4 << 30
     max_page_bytes_per_session: int = 2 << 30
+    max_page_bytes_per_identity: int | None = None
+    kv_policy: Policy = Policy.EVICT
+    # The folder of the file for pages that do not fit in memory, by the policy "spill".
+    kv_spill: Path | None = None
+    max_spill_bytes: int = 16 << 30
     kv_evict_s: float = 10.0
     kv_idle_s: float = 600.0
     max_downloads: int = 32
@@ -91,6 +98,8 @@ class Limits:
     def __post_init__(self) -> None:
         if not MIN_MESSAGE_BYTES <= self.max_message_bytes <= 1 << 30:
             raise LimitError(f"the message limit must be 64 KiB to 1 GiB, not {self.max_message_bytes} bytes")
+        if (self.kv_policy is Policy.SPILL) != (self.kv_spill is not None):
+            raise RangeError("--kv-policy spill and --kv-spill FOLDER belong together")
 
 
 class SordinoService(pb_grpc.SordinoServicer):
@@ -142,7 +151,14 @@ class SordinoService(pb_grpc.SordinoServicer):
         self._masks: Scheduler[int, tuple[bytes, int, U32], tuple[U32, U32]] = Scheduler(
             metrics.timed("masks", engine.masks, lambda work: work[2].shape[1]), most=_BATCH_ROWS, together=together
         )
-        self.pages = PageStore(limits.max_page_bytes, limits.max_page_bytes_per_session, limits.kv_evict_s)
+        self.pages = PageStore(
+            limits.max_page_bytes,
+            limits.max_page_bytes_per_session,
+            limits.kv_evict_s,
+            per_holder=limits.max_page_bytes_per_identity,
+            policy=limits.kv_policy,
+            file=PageFile(limits.kv_spill, limits.max_spill_bytes) if limits.kv_spill else None,
+        )
 
     @property
     def waiting(self) -> int:

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     consumes,
     initialize,
     invariant,
+    multiple,
     rule,
     run_state_machine_as_test,
 )
@@ -220,6 +221,7 @@ def test_pages_go_to_disk_and_come_back_as_they_were(tmp_path: Path) -> None:
         store.drop(a, [0, 1])
         store.drop(b, [0])
         assert store.used_bytes + store.spilled_bytes == 3 * PAGE_BYTES
+        assert (a.away + b.away + c.away) * SLOT_BYTES == store.spilled_bytes
     assert (store.used_bytes, store.spilled_bytes, store.evictions) == (0, 0, 0)
 
 
@@ -430,14 +432,17 @@ class Account(RuleBasedStateMachine):
 
     sessions: Bundle[PageSession] = Bundle("sessions")
 
-    @initialize(policy=st.sampled_from(Policy))
-    def begin(self, policy: Policy) -> None:
+    @initialize(target=sessions, policy=st.sampled_from(Policy))
+    def begin(self, policy: Policy) -> object:
         file = PageFile(self.folder / "spill", 8 * SLOT_BYTES) if policy is Policy.SPILL else None
         self.policy = policy
-        self.store = PageStore(14 * SLOT_BYTES, 9 * SLOT_BYTES, 0, per_holder=12 * SLOT_BYTES, policy=policy, file=file)
+        self.store = PageStore(
+            14 * SLOT_BYTES, 10 * SLOT_BYTES, 0, per_holder=18 * SLOT_BYTES, policy=policy, file=file
+        )
         self.open: dict[PageSession, object] = {}
         self.sent: dict[PageSession, dict[int, tuple[int, Level]]] = {}
         self.filled = 0
+        return multiple(*(self.enter(holder) for holder in "aab"))
 
     @rule(target=sessions, holder=st.sampled_from("ab"))
     def enter(self, holder: str) -> PageSession:
@@ -446,10 +451,13 @@ class Account(RuleBasedStateMachine):
         self.open[session], self.sent[session] = context, {}
         return session
 
-    @rule(session=consumes(sessions))
-    def leave(self, session: PageSession) -> None:
+    @rule(session=consumes(sessions), really=st.sampled_from([False, False, True]), target=sessions)
+    def leave(self, session: PageSession, really: bool) -> object:
+        if not really:
+            return session
         self.open.pop(session).__exit__(None, None, None)  # type: ignore[attr-defined]
         del self.sent[session]
+        return multiple()
 
     @rule(target=sessions, session=consumes(sessions), count=st.integers(1, 2), level=st.sampled_from([KEYS, VALUES]))
     def append(self, session: PageSession, count: int, level: Level) -> PageSession:
@@ -500,7 +508,7 @@ class Account(RuleBasedStateMachine):
             assert session.pages.keys() == self.sent[session].keys()
             assert session.slots == sum(len(page.slots) for page in session.pages.values())
             assert session.away == sum(len(page.slots) for page in session.pages.values() if page.away)
-            assert session.size <= 9 * SLOT_BYTES
+            assert session.size <= 10 * SLOT_BYTES
             for page in session.pages.values():
                 (away if page.away else here).extend(page.slots)
         assert len(set(here)) == len(here)
@@ -521,8 +529,8 @@ def test_any_course_of_sessions(account: type[Account]) -> None:
     run_state_machine_as_test(
         account,
         settings=settings(
-            max_examples=60,
-            stateful_step_count=30,
+            max_examples=100,
+            stateful_step_count=50,
             derandomize=True,
             deadline=None,
             suppress_health_check=list(HealthCheck),
