@@ -50,6 +50,7 @@ def add(app: typer.Typer) -> None:
     bench = typer.Typer(no_args_is_help=True, help="Measurements, side by side in one run.")
     bench.command("decode")(bench_decode)
     bench.command("linear")(bench_linear)
+    bench.command("serve")(bench_serve)
     app.add_typer(bench, name="bench")
     audit = typer.Typer(no_args_is_help=True, help="What a server, or the wire, can see.")
     audit.command("wire")(audit_wire)
@@ -416,17 +417,17 @@ def bench_decode(
         tokens=tokens,
         repeats=repeats,
         batch=batch,
-        contexts=_numbers(contexts),
+        contexts=_numbers("--contexts", contexts),
         json_path=json_path,
         console=console,
     )
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(option: str, text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise RangeError(f"--contexts takes numbers with commas between them, not {text!r}") from None
+        raise RangeError(f"{option} takes numbers with commas between them, not {text!r}") from None
 
 
 def bench_linear(
@@ -446,6 +447,30 @@ def bench_linear(
         protocols=[name.strip() for name in protocols.split(",") if name.strip()],
         repeats=repeats,
         patience_s=patience,
+        json_path=json_path,
+        console=console,
+    )
+
+
+def bench_serve(
+    bundle: Annotated[Path, typer.Option(help="Folder made by `sordino split`.")] = Path(".demo/bundle"),
+    synthetic: Annotated[
+        str | None, typer.Option(help="Random matrices instead, of a hidden size and so many layers: 2048x8.")
+    ] = None,
+    concurrency: Annotated[str, typer.Option(help="Numbers of clients.")] = "1,2,4,8,16",
+    tokens: Annotated[int, typer.Option(help="Tokens of a client in a turn, at least.", min=2)] = 32,
+    repeats: Annotated[int, typer.Option(help="Turns for each number of clients.", min=1)] = 3,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """A server under the load of several clients, with continuous batching and without, in one run."""
+    from sordino.client.bench_serve import run_serve
+
+    run_serve(
+        bundle,
+        synthetic=synthetic,
+        concurrency=_numbers("--concurrency", concurrency),
+        tokens=tokens,
+        repeats=repeats,
         json_path=json_path,
         console=console,
     )

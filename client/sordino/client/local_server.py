@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,13 +15,19 @@ from sordino.shared.errors import SordinoError
 
 
 @contextmanager
-def server_process(bundle: Path, state: Path, *, allow_clear: bool) -> Iterator[tuple[str, Path, Path, psutil.Process]]:
-    """A ``sordino serve`` of its own with TLS and a token: (target, CA, token file, process)."""
+def server_process(
+    bundle: Path, state: Path, *, allow_clear: bool, arguments: Sequence[str] = ()
+) -> Iterator[tuple[str, Path, Path, psutil.Process]]:
+    """A ``sordino serve`` of its own with TLS and a token: (target, CA, token file, process).
+
+    Args:
+        arguments: further options of the command.
+    """
     state.mkdir(parents=True, exist_ok=True)
     port_file, log = state / "port", state / "server.log"
     port_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "sordino.shared.cli", "serve", str(bundle), "--port", "0", "--state", str(state)]
-    command += ["--port-file", str(port_file), *(["--allow-clear"] if allow_clear else [])]
+    command += ["--port-file", str(port_file), *(["--allow-clear"] if allow_clear else []), *arguments]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
