@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import sys
@@ -16,7 +15,6 @@ from rich.markup import escape
 
 from sordino.shared.errors import SordinoError, UnsupportedModelError
 
-log = logging.getLogger(__name__)
 console = Console(stderr=True)
 DEFAULT_STATE = Path(".sordino-server")
 _THREADS_A_CORE = 4
@@ -156,15 +154,14 @@ def serve(
     from sordino.server.auth import TokenFile
     from sordino.server.files import replace
     from sordino.server.launch import LOCAL_RANK, RANK, launch
-    from sordino.server.logs import fields, use_json
+    from sordino.server.logs import use_json
     from sordino.server.pagestore import Policy
     from sordino.server.service import Limits
     from sordino.server.tls import TlsFiles, make_certificates
     from sordino.shared.manifest import ModelManifest
 
     if log_format == LogFormat.json:
-        use_json()
-        console.quiet = True
+        use_json(console)
     most = _THREADS_A_CORE * (os.cpu_count() or 1)
     if not 0 <= threads <= most:
         raise SordinoError(f"--threads is 0 to {most}, {_THREADS_A_CORE} for each core of this machine, not {threads}")
@@ -237,8 +234,6 @@ def serve(
     def ready(bound: int) -> None:
         scheme = "grpcs" if tls else "grpc"
         where = f"{scheme}://{address.join(host, bound)}"
-        if log_format == LogFormat.json:
-            log.info("serving on %s", where, extra=fields(address=where, fingerprint=fingerprint))
         console.print(f"serving on {escape(where)}" + ("  [bold red]protocol=clear allowed[/]" if allow_clear else ""))
         console.print(f"fingerprint {fingerprint}", highlight=False, soft_wrap=True)
         if tls and not tls_cert:

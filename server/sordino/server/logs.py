@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import IO, Any, Final, cast
 
+from rich.console import Console
+from rich.text import Text
+
+log = logging.getLogger(__name__)
 _FIELDS: Final = "sordino_fields"
 
 
@@ -31,7 +36,17 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def use_json() -> None:
-    """From now on the handlers that are there write JSON."""
+class _Notes(io.TextIOBase):
+    """A console's file: what is printed for people becomes lines of the log."""
+
+    def write(self, text: str) -> int:
+        for line in Text.from_ansi(text).plain.splitlines():
+            log.info("%s", line)
+        return len(text)
+
+
+def use_json(console: Console) -> None:
+    """From now on the handlers that are there write JSON, and ``console`` writes to them."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonFormatter())
+    console.file = cast(IO[str], _Notes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import shutil
@@ -16,11 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from sordino.server import app, health
 from sordino.server.health import KERNEL, LOADING, STUCK, Readiness, SelfCheck, pages
 from sordino.server.kernel import Int8Kernel
-from sordino.server.logs import JsonFormatter, fields
+from sordino.server.logs import JsonFormatter, fields, use_json
 from sordino.server.metrics import OTHERS, Metrics
 from sordino.server.store import MatrixStore
 from sordino.shared.errors import BundleError, SordinoError
@@ -217,6 +219,17 @@ def test_a_self_check_runs_and_its_hang_is_noticed(
         assert looks.acquire(timeout=20), "it looks again and again"
         check.notice_hang()
         assert readiness.reason is None
+
+
+def test_notes_for_people_are_lines_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    handler = logging.StreamHandler(io.StringIO())
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    console = Console(force_terminal=True, color_system="standard")
+    use_json(console)
+    console.print("[bold red]all tokens[/] are void\nnow", soft_wrap=True)
+    lines = [json.loads(line) for line in handler.stream.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == ["all tokens are void", "now"]
 
 
 def test_a_line_of_json_is_one_line() -> None:
