@@ -106,7 +106,8 @@ class PageStore:
 
     @property
     def used_bytes(self) -> int:
-        return self._memory.slots.used * SLOT_BYTES
+        with self._changed:
+            return self._memory.slots.used * SLOT_BYTES
 
     @property
     def limit_bytes(self) -> int:
@@ -114,7 +115,8 @@ class PageStore:
 
     @property
     def spilled_bytes(self) -> int:
-        return self._file.slots.used * SLOT_BYTES if self._file else 0
+        with self._changed:
+            return self._file.slots.used * SLOT_BYTES if self._file else 0
 
     @property
     def sessions(self) -> int:
@@ -161,19 +163,12 @@ class PageStore:
         if first != session.appended:
             raise ProtocolError(f"page {first} is appended twice or out of order: the next is {session.appended}")
         count, _, primes, _ = pages.shape
+        deadline = time.monotonic() + _PATIENCE_S
         with self._changed:
-            held = sum(other.size for other in self._sessions if other.holder == session.holder)
-            for have, limit, who in ((session.size, self._per_session, "session"), (held, self._per_holder, "token")):
-                if limit is not None and have + count * primes * SLOT_BYTES > limit:
-                    most = f"a {who} may keep {limit >> 20} MiB of pages here"
-                    raise LimitError(f"{most}: use shorter prompts or answers")
-            if (
-                self._file
-                and sum(each.slots for each in self._sessions) + count * primes
-                > self._memory.slots.count + self._file.limit
-            ):
-                raise LimitError(_FULL)
-            self._make_room(session, count * primes)
+            self._check_limits(session, count * primes)
+            while not self._room(session, count * primes):
+                self._wait(session, deadline)
+                self._check_limits(session, count * primes)  # others may have come in between
             slots = np.array(self._memory.slots.take(count * primes), np.int64).reshape(count, primes)
             session.pages.update(enumerate((_Page(each) for each in slots.tolist()), first))
             session.slots += count * primes
@@ -228,24 +223,41 @@ class PageStore:
         session.evicted = True
         self.evictions += 1
 
-    def _make_room(self, session: PageSession, slots: int, keep: Collection[int] = ()) -> None:
-        """Frees slots of the memory, if needed those of the session's own pages but for the numbers ``keep``.
+    def _check_limits(self, session: PageSession, slots: int) -> None:
+        held = sum(other.size for other in self._sessions if other.holder == session.holder)
+        for have, limit, who in ((session.size, self._per_session, "session"), (held, self._per_holder, "token")):
+            if limit is not None and have + slots * SLOT_BYTES > limit:
+                most = f"a {who} may keep {limit >> 20} MiB of pages here"
+                raise LimitError(f"{most}: use shorter prompts or answers")
+        if (
+            self._file
+            and sum(each.slots for each in self._sessions) + slots > self._memory.slots.count + self._file.limit
+        ):
+            raise LimitError(_FULL)
 
-        Where pages can come back, this waits for requests of others to end; meanwhile others may send the session's
-        pages away, also those it has found.
+    def _wait(self, session: PageSession, deadline: float) -> None:
+        """For requests of others to end; meanwhile others may send the session's pages to disk, also those it found.
+
+        Raises:
+            LimitError: nothing comes of it.
         """
-        deadline = time.monotonic() + _PATIENCE_S
-        while not self._room(session, slots, keep):
-            if not self._file or not any(other.busy for other in self._sessions if other is not session):
+        if not self._file or not any(other.busy for other in self._sessions if other is not session):
+            raise LimitError(_FULL)
+        was, session.busy = session.busy, False
+        try:
+            if not self._changed.wait(deadline - time.monotonic()):
                 raise LimitError(_FULL)
-            was, session.busy = session.busy, False
-            try:
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise LimitError(_FULL)
-            finally:
-                session.busy = was
+        finally:
+            session.busy = was
 
-    def _room(self, session: PageSession, slots: int, keep: Collection[int]) -> bool:
+    def _room(self, session: PageSession, slots: int, keep: Collection[int] = ()) -> bool:
+        """Whether there are free slots of the memory, or could be made; of the session's own the numbers ``keep`` stay.
+
+        Raises:
+            LimitError: there never will be, or the disk fails.
+        """
+        if slots > self._memory.slots.count:
+            raise LimitError(_FULL)
         over = slots - self._memory.slots.free
         if over <= 0:
             return True
@@ -299,10 +311,12 @@ class PageStore:
         """Into memory; while it waited for room, some may have gone again."""
         if not self._file or sum(len(page.slots) for page in pages) > self._memory.slots.count:
             raise LimitError(_FULL)
+        deadline = time.monotonic() + _PATIENCE_S
         for page in pages:
             if not page.away:
                 continue
-            self._make_room(session, len(page.slots), keep)
+            while not self._room(session, len(page.slots), keep):
+                self._wait(session, deadline)
             slots = self._memory.slots.take(len(page.slots))
             try:
                 self._file.read(page.slots, self._memory.residues, slots)

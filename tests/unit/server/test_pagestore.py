@@ -274,6 +274,61 @@ def test_room_is_waited_for_until_a_request_ends(tmp_path: Path) -> None:
         assert two.away == KEYS.primes
 
 
+def test_pages_that_go_again_while_others_are_waited_for_come_back(tmp_path: Path) -> None:
+    store = spilling(tmp_path, memory=4, disk=4)
+    with store.session() as one, store.session() as two:
+        for number in range(3):
+            store.append(one, number, pages(fill=10 + number))
+        store.append(two, 0, pages(2, fill=1))
+        found: list[int] = []
+        started = threading.Event()
+
+        def read() -> None:
+            with store.using(one):
+                started.set()
+                found.extend(int(page[0, 0, 0]) for page in content(store, one, [0, 1, 2]))
+
+        thread = threading.Thread(target=read)
+        with store.using(two):
+            with store.using(one):
+                store.find(one, [0], KEYS)  # for which page 1 goes
+            thread.start()
+            assert started.wait(20)
+            while one.busy:
+                thread.join(0.001)
+            store.append(two, 2, pages(fill=1))
+            assert one.pages[0].away
+        thread.join(20)
+        assert found == [10, 11, 12]
+
+
+def test_who_waited_for_room_is_counted_with_those_who_came_meanwhile(tmp_path: Path) -> None:
+    store = spilling(tmp_path, memory=2, disk=1)
+    with store.session() as busy, store.session() as waits:
+        refused: list[LimitError] = []
+        started = threading.Event()
+
+        def add() -> None:
+            with store.using(waits):
+                started.set()
+                try:
+                    store.append(waits, 0, pages())
+                except LimitError as error:
+                    refused.append(error)
+
+        thread = threading.Thread(target=add)
+        with store.using(busy):
+            store.append(busy, 0, pages(2))
+            thread.start()
+            assert started.wait(20)
+            while waits.busy:
+                thread.join(0.001)
+            store.append(busy, 2, pages())
+        thread.join(20)
+        assert refused
+        assert store.used_bytes + store.spilled_bytes == 3 * PAGE_BYTES
+
+
 def test_sessions_that_want_the_same_room_take_turns(tmp_path: Path) -> None:
     """Two of three pages each where there is room for four: each reads what it sent, however they meet."""
     store = spilling(tmp_path, memory=4, disk=4)
@@ -529,7 +584,7 @@ def test_any_course_of_sessions(account: type[Account]) -> None:
     run_state_machine_as_test(
         account,
         settings=settings(
-            max_examples=100,
+            max_examples=60,
             stateful_step_count=50,
             derandomize=True,
             deadline=None,
