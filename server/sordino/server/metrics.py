@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
@@ -64,15 +64,18 @@ class Metrics:
         self._received = self._counter("received_bytes", "Messages of clients, without their envelopes.", "method")
         self._sent = self._counter("sent_bytes", "Answers, without their envelopes.", "method")
         self._clients = self._counter("client_calls", "Calls that started, by the name of their token.", "client")
-        self._requests = Histogram(
+        requests = Histogram(
             "sordino_product_requests",
             "Requests that one product answers.",
             ["kind"],
             buckets=_BATCHES,
             registry=self.registry,
         )
-        self._rows = self._counter("product_rows", "Rows in products.", "kind")
-        self._seconds = self._counter("product_seconds", "Time that products took.", "kind")
+        rows = self._counter("product_rows", "Rows in products.", "kind")
+        seconds = self._counter("product_seconds", "Time that products took.", "kind")
+        self._products = {
+            kind: (requests.labels(kind), rows.labels(kind), seconds.labels(kind)) for kind in get_args(Kind)
+        }
         self._blocks = self._counter("provision_blocks", "Blocks of masks, and of checks, that were answered.")
         self._lock = threading.Lock()
         self._names: set[str] = set()
@@ -93,9 +96,10 @@ class Metrics:
 
         Clear rows are among the ``masked``, which one product may hold together.
         """
-        self._requests.labels(kind).observe(requests)
-        self._rows.labels(kind).inc(rows)
-        self._seconds.labels(kind).inc(seconds)
+        of_kind = self._products[kind]
+        of_kind[0].observe(requests)
+        of_kind[1].inc(rows)
+        of_kind[2].inc(seconds)
 
     def timed(
         self, kind: Kind, compute: Callable[[K, list[W]], R], rows: Callable[[W], int]
