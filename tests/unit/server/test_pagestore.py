@@ -274,6 +274,18 @@ def test_room_is_waited_for_until_a_request_ends(tmp_path: Path) -> None:
         assert two.away == KEYS.primes
 
 
+def test_more_than_there_ever_will_be_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = spilling(tmp_path, memory=2, disk=6)
+    monkeypatch.setattr(store._changed, "wait", lambda _: pytest.fail("waits"))
+    with store.session() as busy, store.session() as new, store.using(busy):
+        store.append(new, 0, pages())
+        with pytest.raises(LimitError, match="in use"):
+            store.append(new, 1, pages(3))
+        store.append(new, 1, pages(2))
+        with pytest.raises(LimitError, match="in use"):
+            store.find(new, [0, 1, 2], KEYS)
+
+
 def test_pages_that_go_again_while_others_are_waited_for_come_back(tmp_path: Path) -> None:
     store = spilling(tmp_path, memory=4, disk=4)
     with store.session() as one, store.session() as two:
