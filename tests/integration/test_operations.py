@@ -370,6 +370,17 @@ def test_a_server_that_lost_what_it_needs(bundles: Callable[..., Path], tmp_path
         assert server.serves()
 
 
+def test_a_metrics_port_that_is_taken(operated: Operated, tmp_path: Path) -> None:
+    """Nothing is written for a server that cannot run."""
+    server = ServerProcess(operated.bundle, tmp_path, arguments=("--metrics-port", str(operated.metrics_port)))
+    with pytest.raises(AssertionError, match="did not start") as error:
+        server.start()
+    [line] = str(error.value).splitlines()[1:]
+    assert f"error: SordinoError: cannot listen on 127.0.0.1:{operated.metrics_port}: the port is taken" in line
+    assert line.endswith("Pass another --metrics-port, or 0")
+    assert not server.state.exists()
+
+
 def _sent_twice(server: Operated) -> tuple[int, int]:
     """Bytes that were sent until now, and a moment later: the same when nobody reads."""
     before = server.figures()["sent_bytes_total", "Evaluate"]

@@ -14,8 +14,11 @@ def join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def check(host: str, port: int) -> None:
+def check(host: str, port: int, options: str = "--") -> None:
     """Whether this process could listen there now.
+
+    Args:
+        options: how the names of the options for both begin.
 
     Raises:
         SordinoError: it could not, and why.
@@ -26,7 +29,7 @@ def check(host: str, port: int) -> None:
         found = socket.getaddrinfo(_bare(host), port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no name has this form"
-        raise SordinoError(f"--host {host!r} is no address and cannot be resolved: {reason}") from error
+        raise SordinoError(f"{options}host {host!r} is no address and cannot be resolved: {reason}") from error
     here = False
     for family, kind, protocol, _, address in found:
         try:
@@ -37,12 +40,14 @@ def check(host: str, port: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EINVAL, errno.EAFNOSUPPORT):
                 reason = {
-                    errno.EADDRINUSE: "the port is taken, is another server there? Pass another --port, or 0",
-                    errno.EACCES: "a port below 1024 needs rights that this user lacks, pass another --port",
+                    errno.EADDRINUSE: f"the port is taken, is another server there? Pass another {options}port, or 0",
+                    errno.EACCES: f"a port below 1024 needs rights that this user lacks, pass another {options}port",
                 }.get(error.errno or 0, error.strerror)
                 raise SordinoError(f"cannot listen on {join(host, port)}: {reason}") from error
     if not here:  # of the two of localhost, one will do
-        raise SordinoError(f"--host {host!r} is not an address of this machine; 0.0.0.0 and :: are all that it has")
+        raise SordinoError(
+            f"{options}host {host!r} is not an address of this machine; 0.0.0.0 and :: are all that it has"
+        )
 
 
 def free_port(host: str) -> int:

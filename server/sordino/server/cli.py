@@ -219,6 +219,8 @@ def serve(
         return
     fingerprint = ModelManifest.load(bundle).fingerprint
     address.check(host, port)
+    if metrics_port:
+        address.check(metrics_host, metrics_port, "--metrics-")
     known = tokens is not None and TokenFile(tokens).check()
     # Nothing is written before all that can be refused at once was looked at.
     if tls and not tls_cert:
