@@ -110,6 +110,12 @@ def test_without_memory_there_are_no_pages() -> None:
         store.append(session, 0, pages())
 
 
+@pytest.mark.parametrize("limit", [1 << 60, 1 << 80])
+def test_memory_that_no_system_has_is_refused_at_once(limit: int) -> None:
+    with pytest.raises(LimitError, match="lower --kv-mib"):
+        PageMemory(limit)
+
+
 def test_any_free_slots_serve_a_page() -> None:
     """Pages of both levels come and go until no three slots that are free lie together."""
     store = PageStore(4 * PAGE_BYTES, 4 * PAGE_BYTES, 10)  # twelve slots
