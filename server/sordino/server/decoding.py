@@ -179,10 +179,11 @@ class _edge:  # noqa: N801 - used like a function
             self._context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
             if isinstance(error, BundleError):
                 log.error("bundle: %s", error)
-            code = status_of(error)
-            if not self._context.is_active():  # it has ended already, and this is what came of it
-                code = self._context.code() or grpc.StatusCode.CANCELLED  # type: ignore[attr-defined]
-            self._context.abort(code, str(error))
+            # A call that somebody has ended meanwhile: the error came of that.
+            ended: grpc.StatusCode | None = self._context.code()  # type: ignore[attr-defined]
+            if ended is None and not self._context.is_active():
+                ended = grpc.StatusCode.CANCELLED
+            self._context.abort(ended or status_of(error), str(error))
         elif isinstance(error, Exception) and self._context.is_active():
             log.error("internal error: %s", type(error).__name__, exc_info=True)
             self._context.abort(grpc.StatusCode.INTERNAL, "internal error, see the server's log")

@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -24,6 +26,7 @@ from sordino.server.health import KERNEL, LOADING, STUCK, Readiness, SelfCheck, 
 from sordino.server.kernel import Int8Kernel
 from sordino.server.logs import JsonFormatter, fields, use_json
 from sordino.server.metrics import OTHERS, Metrics
+from sordino.server.service import SERVICE_NAME, Limits, SordinoService
 from sordino.server.store import MatrixStore
 from sordino.shared.errors import BundleError, SordinoError
 from sordino.shared.ring import P
@@ -85,6 +88,43 @@ def test_two_servers_of_a_process_share_no_figures() -> None:
     one.provisioned()
     assert one.registry.get_sample_value("sordino_provision_blocks_total") == 1
     assert other.registry.get_sample_value("sordino_provision_blocks_total") == 0
+
+
+def test_calls_that_the_server_ends(bundles: Callable[..., Path]) -> None:
+    """Unary ones and streams, served and overdue."""
+    metrics, limits = Metrics(), Limits(first_message_s=0.1)
+    config = app.ServerConfig(bundle=bundles("llama"), tls=None, tokens=None, limits=limits)
+    service = SordinoService(MatrixStore(config.bundle), limits, metrics=metrics)
+    server, _ = app.build_server(service, config, metrics)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    silence = threading.Event()
+
+    def requests() -> Iterator[bytes]:
+        silence.wait(60)
+        yield from ()
+
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.enable_http_proxy", 0)]) as channel:
+        manifest = channel.unary_unary(f"/{SERVICE_NAME}/GetManifest")(b"", timeout=20)
+        calls = [
+            channel.stream_stream(f"/{SERVICE_NAME}/{name}")(requests(), timeout=20)
+            for name in ("GetManifest", "FetchFile", "Evaluate")
+        ]
+        while not all(call.done() for call in calls):
+            service.waits.end_overdue()
+            time.sleep(0.01)
+        assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        silence.set()
+    server.stop(0).wait(20)
+    value = metrics.registry.get_sample_value
+    assert value("sordino_sent_bytes_total", {"method": "GetManifest"}) == len(manifest)
+    assert value("sordino_client_calls_total", {"client": "anonymous"}) == 4
+    for method, others in (("GetManifest", 1), ("FetchFile", 0), ("Evaluate", 0)):
+        assert value("sordino_calls_open", {"method": method}) == 0
+        assert value("sordino_calls_started_total", {"method": method}) == 1 + others
+        overdue = {"method": method, "status": "DEADLINE_EXCEEDED"}
+        assert value("sordino_calls_ended_total", overdue) == 1
+    assert value("sordino_calls_ended_total", {"method": "GetManifest", "status": "OK"}) == 1
 
 
 def test_ready_when_no_reason_is_left() -> None:
