@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections import Counter
@@ -206,6 +207,17 @@ def test_unreachable_at_the_start_and_back_later(host: Start, tmp_path: Path, ca
         there.close()
         assert answer(link) == expected
         assert [state.in_use for state in session.targets()] == [True, False]
+
+
+def test_one_that_takes_connections_and_says_nothing(host: Start, tmp_path: Path) -> None:
+    """Nobody waits for it to the end: not at the start, nor when it is asked again."""
+    there = host()
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        silent = f"grpc://127.0.0.1:{mute.getsockname()[1]}"
+        with (link := link_to(tmp_path, silent, there.target, timeout_s=120)).session as session:
+            assert session.targets()[0].problem == "no answer yet"
+            assert answer(link) == undisturbed(tmp_path, there.target)
+            assert [state.in_use for state in session.targets()] == [False, True]
 
 
 def test_who_comes_back_with_another_model_stays_out(

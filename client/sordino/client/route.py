@@ -187,6 +187,7 @@ class Route:
         Returns:
             What to raise: ``error``, or MovedError where another one that holds the group is to be asked.
         """
+        interrupts.check()  # one that was noted has cancelled the call, which is no failure
         with self._changed:
             if self._closed or isinstance(error, SessionLostError):
                 return error
