@@ -99,7 +99,7 @@ def serve(
     allow_clear: Annotated[bool, typer.Option("--allow-clear", help="Answer unmasked rows too; for tests.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     threads: Annotated[
-        int, typer.Option(help="CPU threads of the kernels, at most four a core; 0 is one for each core.")
+        int, typer.Option(help="CPU threads of the kernels, at most four a core, of each rank; 0 is one for each core.")
     ] = 0,
     grace: Annotated[float, typer.Option(help="Seconds for running calls after SIGTERM.")] = 10.0,
     max_message_mib: Annotated[int, typer.Option(help="Largest message.")] = 8,
@@ -176,7 +176,7 @@ def serve(
         ModelManifest.load(bundle)
         address.check(host, port)
         # All starts of the ranks listen on one port, so that clients find them again.
-        launch(tensor_parallel, [*sys.argv[1:], *(() if port else ("--port", str(address.free_port(host))))])
+        launch(tensor_parallel, [*sys.argv[1:], *(() if port else ("--port", str(address.free_port(host))))], grace)
         return
     if ranked and device == "cuda":
         device = f"cuda:{os.environ[LOCAL_RANK]}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from tempfile import TemporaryDirectory
 from typing import Final
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -16,16 +17,25 @@ from sordino.shared.errors import SordinoError
 RANK: Final = "RANK"
 LOCAL_RANK: Final = "LOCAL_RANK"
 _RESTARTS: Final = 3
+_AFTER_GRACE_S: Final = 15  # until ranks that do not end are killed
 
 
-def launch(ranks: int, arguments: Sequence[str]) -> None:
+def launch(ranks: int, arguments: Sequence[str], grace_s: float) -> None:
     """Runs ``sordino`` with these arguments as so many ranks until they end, or the agent is told to stop.
 
     A rank that fails takes the others along, and all start again: three times.
 
+    Args:
+        grace_s: how long rank 0 may go on after a signal.
+
     Raises:
         SordinoError: they failed once more than that.
     """
+    with TemporaryDirectory(prefix="sordino-ranks-") as logs:  # the agent wants a place, though nothing goes there
+        _run(ranks, arguments, grace_s, logs)
+
+
+def _run(ranks: int, arguments: Sequence[str], grace_s: float, logs: str) -> None:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -35,6 +45,8 @@ def launch(ranks: int, arguments: Sequence[str]) -> None:
         run_id="sordino",
         max_restarts=_RESTARTS,
         monitor_interval=0.5,
+        shutdown_timeout=int(grace_s) + _AFTER_GRACE_S,
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
     )
     try:
         elastic_launch(config, sys.executable)("-m", "sordino.shared.cli", *arguments)
