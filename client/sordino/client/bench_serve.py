@@ -95,7 +95,7 @@ def run_serve(
         raise RangeError(f"--concurrency takes numbers from 1 to {MOST_CLIENTS}, not {given}")
     if json_path and not json_path.absolute().parent.is_dir():
         raise SordinoError(f"--json {json_path}: there is no such folder")
-    counts = list(dict.fromkeys(concurrency))
+    counts, load_before = list(dict.fromkeys(concurrency)), round(psutil.getloadavg()[0], 2)
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sordino-bench-")))
         if synthetic is not None:
@@ -117,7 +117,7 @@ def run_serve(
                         load = measure(servers, number, clients[:count], len(manifest.groups), tokens)
                         loads[count, number == 0].add(load)
     result: dict[str, Any] = {
-        "machine": machine(),
+        "machine": machine() | {"load_before": load_before},
         "model": manifest.model_name,
         "weights": sum(group.planes * group.in_features * group.out_features for group in manifest.groups),
         "messages_per_token": len(manifest.groups),
@@ -133,8 +133,9 @@ def run_serve(
         "notes": [
             "servers and clients are processes of one machine, TLS on loopback; each client one stream, one thread",
             "clients replay recorded rows by frames made before: their processor time is less than a model's client's",
-            "kernel time is what the answers say of their products, a request's share where it was one of several",
-            "wire: processor time of server and clients but for kernel time, for each message",
+            "clients begin at groups as far from each other as can be: sessions do not come in step",
+            "kernel: time of the products by the server's clock, a request's share where it was one of several",
+            "wire: processor time of both sides but for kernel time; too low where products waited for a processor",
             "ratios are of the figures over all turns; kernel and server_cpu without batching over with",
         ],
     }
@@ -423,11 +424,11 @@ def measure(servers: Sequence[Server], number: int, clients: Sequence[_Client], 
     """One turn: all ``clients`` at server ``number``, from when all are warm until each has ``tokens`` tokens.
 
     Whoever is done goes on until the last one is, so that the load stays the same; what is counted are the messages
-    answered by then.
+    answered by then. Each begins at another group: sessions do not come in step.
     """
     server = servers[number]
-    for client in clients:
-        client.tell(f"{number} {_WARM_TOKENS} {tokens}")
+    for place, client in enumerate(clients):
+        client.tell(f"{number} {_WARM_TOKENS} {tokens} {place * groups // len(clients)}")
     for client in clients:
         client.hear("warm")
 
@@ -499,9 +500,9 @@ def _rounded(value: float) -> float:
 
 def _show(result: dict[str, Any], console: Console) -> None:
     title = f"{result['model']} under load, {result['messages_per_token']} messages a token; times in ms a token"
-    table = Table(title=title, box=SIMPLE, collapse_padding=True, pad_edge=False)
+    table = Table(title=title, box=None, collapse_padding=True, pad_edge=False)
     columns = {
-        "tokens/s": "tokens_per_s",
+        "tok/s": "tokens_per_s",
         "p50": "tpot_ms_p50",
         "p99": "tpot_ms_p99",
         "kernel": "kernel_ms_per_token",
@@ -510,7 +511,7 @@ def _show(result: dict[str, Any], console: Console) -> None:
         "wire µs": "wire_us_per_message",
         "batch": "batch_mean",
     }
-    for column in ("clients", "batching", *columns):
+    for column in ("clients", "batched", *columns):
         table.add_column(column, justify="right")
     for entry in result["results"]:
         figures = (f"{entry[key]:g}" for key in columns.values())

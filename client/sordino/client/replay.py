@@ -8,8 +8,8 @@ token (RFC 9113; RFC 7541, section 6.2.2; PROTOCOL-HTTP2 of gRPC).
 It is told what to do by lines on standard input, and answers by lines on standard output:
 
 1. A JSON object (:class:`Setup`); the answer ``open``, when each server has a stream.
-2. ``SERVER WARM TOKENS``; after ``WARM`` tokens, whose answers are compared with the recorded ones, ``warm``.
-3. An empty line starts the count; after ``TOKENS`` tokens comes ``done``, and the client goes on.
+2. ``SERVER WARM TOKENS FIRST``; after ``WARM`` tokens, whose answers are compared with the recorded ones, ``warm``.
+3. An empty line starts the count, at group ``FIRST``; after ``TOKENS`` tokens comes ``done``, and the client goes on.
 4. An empty line ends it with the token that is under way; a JSON object (:class:`Run`) tells of all messages. Then 2.
 """
 
@@ -206,13 +206,13 @@ class _Client:
                 if stream.exchange(request).data != wanted:
                     raise IntegrityError("the server gave another answer than before")
 
-    def run(self, server: int, tokens: int) -> Run:
+    def run(self, server: int, tokens: int, first: int) -> Run:
         """Tells when ``tokens`` are there, and goes on until the next line comes."""
         exchange, run = self._streams[server].exchange, Run()
         ended, compute_us, now = run.ended.append, run.compute_us.append, time.monotonic
-        done = 0
+        requests, done = self._requests[first:] + self._requests[:first], 0
         while True:
-            for request in self._requests:
+            for request in requests:
                 answer = exchange(request)
                 ended(now())
                 compute_us(answer.compute_us)
@@ -233,12 +233,12 @@ def _main(lines: Iterator[str]) -> None:
     client = _Client(Setup(**json.loads(next(lines))))
     _say("open")
     for line in lines:
-        server, warm, tokens = map(int, line.split())
+        server, warm, tokens, first = map(int, line.split())
         client.warm(server, warm)
         _say("warm")
         if not sys.stdin.readline():
             return
-        _say(json.dumps(asdict(client.run(server, tokens))))
+        _say(json.dumps(asdict(client.run(server, tokens, first))))
 
 
 if __name__ == "__main__":
