@@ -14,6 +14,8 @@ PROTOC := $(PROTO_VENV)/bin/python -m grpc_tools.protoc -Iproto
 MODEL := .demo/SmolLM2-135M-Instruct.Q4_1.gguf
 BUNDLE := .demo/bundle
 PYTEST := $(BIN)/python -m pytest
+# Test files at a time; much of a test's time goes into waiting for servers to start.
+JOBS ?= 2
 SOURCES := client server shared tests examples bench notebooks
 BENCH_JSON ?= build/bench/decode.json
 
@@ -62,7 +64,7 @@ check-protos: $(PROTO_STAMP)  ## fail if the committed stubs are not what `make 
 test: $(STAMP) model  ## everything but the slow, GPU and peer tests
 	@# oneDNN without VNNI computes int8 products silently wrong: the kernel must notice, and still be exact.
 	ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) tests/unit/server/test_kernel.py
-	$(PYTEST)
+	$(PYTEST) -n $(JOBS) --dist loadfile
 
 test-slow: $(STAMP) model  ## the tests that take minutes
 	$(PYTEST) -m slow --timeout=1800
