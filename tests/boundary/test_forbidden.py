@@ -41,7 +41,9 @@ GRPC_FILES = (
     "server/sordino/server/auth.py",
     "server/sordino/server/decoding.py",  # interceptors
     "server/sordino/server/places.py",  # ends calls
+    "server/sordino/server/metrics.py",  # an interceptor that counts them
     "client/sordino/client/transport*",
+    "client/sordino/client/route.py",  # a channel for each of several servers
     "client/sordino/client/proxy.py",  # the recording proxy of `sordino audit wire`
     "client/sordino/client/cli*",
     "server/sordino/server/cli*",
