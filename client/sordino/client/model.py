@@ -38,6 +38,7 @@ _TOP: Final[Mapping[str, float]] = {
     "rope_theta": math.inf,
 }
 _MAX_SIZE: Final = 1 << 24
+_ONE_AT_A_TIME: Final = threading.Lock()
 
 
 class RemoteGroup:
@@ -247,7 +248,7 @@ def _empty_model(raw: dict[str, Any], attn_implementation: str | None) -> PreTra
     heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if shared and heads % shared:
         raise BundleError(f"config.json: {heads} attention heads cannot share {shared} key and value heads")
-    with init_empty_weights(include_buffers=False):
+    with _ONE_AT_A_TIME, init_empty_weights(include_buffers=False):  # which changes nn.Module for all threads
         # Only what the caller names: an implementation named by the bundle could be a kernel to fetch and run.
         chosen = {"attn_implementation": attn_implementation} if attn_implementation else {}
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **chosen)
