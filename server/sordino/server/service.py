@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 import numpy as np
@@ -100,6 +101,17 @@ class Limits:
             raise LimitError(f"the message limit must be 64 KiB to 1 GiB, not {self.max_message_bytes} bytes")
         if (self.kv_policy is Policy.SPILL) != (self.kv_spill is not None):
             raise RangeError("--kv-policy spill and --kv-spill FOLDER belong together")
+
+
+class _Caller(NamedTuple):
+    """Whose a stream is, and whether it is still open."""
+
+    holder: str
+    active: Callable[[], bool]
+
+    @classmethod
+    def of(cls, context: Context) -> _Caller:
+        return cls(identity_of(context), context.is_active)
 
 
 class SordinoService(pb_grpc.SordinoServicer):
@@ -196,13 +208,14 @@ class SordinoService(pb_grpc.SordinoServicer):
     def Provision(  # noqa: N802
         self, request_iterator: Iterator[pb.ProvisionRequest], context: Context
     ) -> Iterator[pb.ProvisionResponse]:
+        caller = _Caller.of(context)
         try:
             for request in request_iterator:
                 kind = request.WhichOneof("kind")
                 if kind == "masks":
-                    c0, c1 = self._mask_products(request, context)
+                    c0, c1 = self._mask_products(request, caller)
                 elif kind == "block":
-                    c0, c1, _ = self._block(request.group, request.seed, request.c0, request.block, context)
+                    c0, c1, _ = self._block(request.group, request.seed, request.c0, request.block, caller)
                 else:
                     raise ProtocolError("a provisioning request holds masks or a block, this one neither")
                 self._metrics.provisioned()
@@ -215,7 +228,7 @@ class SordinoService(pb_grpc.SordinoServicer):
         self, request_iterator: Iterator[pb.EvaluateRequest], context: Context
     ) -> Iterator[pb.EvaluateResponse]:
         with _memory_returned():
-            opened = False
+            opened, caller = False, _Caller.of(context)
             answer = self._product
             for request in request_iterator:
                 if not opened:
@@ -227,7 +240,7 @@ class SordinoService(pb_grpc.SordinoServicer):
                     continue
                 if request.HasField("open"):
                     raise ProtocolError("`open` belongs on the first message of a stream only")
-                yield answer(request, context)
+                yield answer(request, caller)
 
     def Attend(  # noqa: N802
         self, request_iterator: Iterator[pb.AttendRequest], context: Context
@@ -275,7 +288,7 @@ class SordinoService(pb_grpc.SordinoServicer):
             raise UnknownGroupError(f"group {index} is not here: this server has {held.start} to {held.stop - 1}")
         return groups[index]
 
-    def _product(self, request: pb.EvaluateRequest, context: Context) -> pb.EvaluateResponse:
+    def _product(self, request: pb.EvaluateRequest, caller: _Caller) -> pb.EvaluateResponse:
         group = self._group(request.group)
         expected = 4 * request.rows * group.in_features
         if not request.rows or len(request.data) != expected:
@@ -286,11 +299,11 @@ class SordinoService(pb_grpc.SordinoServicer):
         rows = np.frombuffer(request.data, dtype="<u4").reshape(request.rows, group.in_features)
         if int(rows.max()) >= P:
             raise RangeError("an element is not below p")
-        holder, parts, spent = identity_of(context), [], 0.0
+        parts, spent = [], 0.0
         for first in range(0, len(rows), _BATCH_ROWS):
             some = rows[first : first + _BATCH_ROWS]
             product, seconds = self._products.run(
-                request.group, some, size=len(some), holder=holder, active=context.is_active
+                request.group, some, size=len(some), holder=caller.holder, active=caller.active
             )
             parts.append(product)
             spent += seconds
@@ -306,11 +319,11 @@ class SordinoService(pb_grpc.SordinoServicer):
     def _joint_blocks(self, _: Hashable, several: list[tuple[Wanted, bytes, U32]]) -> list[Answer]:
         return self._engine.blocks(several[0][0], [(seed, c0) for _, seed, c0 in several])
 
-    def _encrypted_product(self, request: pb.EvaluateRequest, context: Context) -> pb.EvaluateResponse:
-        c0, c1, seconds = self._block(request.group, request.seed, request.data, request.block, context)
+    def _encrypted_product(self, request: pb.EvaluateRequest, caller: _Caller) -> pb.EvaluateResponse:
+        c0, c1, seconds = self._block(request.group, request.seed, request.data, request.block, caller)
         return pb.EvaluateResponse(id=request.id, data=c0, c1=c1, compute_us=_microseconds(seconds))
 
-    def _mask_products(self, request: pb.ProvisionRequest, context: Context) -> tuple[bytes, bytes]:
+    def _mask_products(self, request: pb.ProvisionRequest, caller: _Caller) -> tuple[bytes, bytes]:
         points, group = request.masks.points, self._group(request.group)
         if not 1 <= points <= PARAMS.n or request.masks.block >= PARAMS.n:
             raise ProtocolError(f"a block has 1 to {PARAMS.n} points and an index below {PARAMS.n}")
@@ -320,13 +333,13 @@ class SordinoService(pb_grpc.SordinoServicer):
             request.group,
             (request.seed, request.masks.block, c0),
             size=points,
-            holder=identity_of(context),
-            active=context.is_active,
+            holder=caller.holder,
+            active=caller.active,
         )
         return pack(out0), pack(out1)
 
     def _block(
-        self, index: int, seed: bytes, packed: bytes, block: pb.BlockProduct, context: Context
+        self, index: int, seed: bytes, packed: bytes, block: pb.BlockProduct, caller: _Caller
     ) -> tuple[bytes, bytes, float]:
         group = self._group(index)
         filled = block.rows * block.inputs * block.outputs
@@ -350,7 +363,7 @@ class SordinoService(pb_grpc.SordinoServicer):
         wanted = Wanted(index, block.transposed, Part(inputs, outputs, shape), block.answer_bits)
         bits = block.answer_bits or RESIDUE_BITS
         (out0, out1), seconds = self._blocks.run(
-            wanted.key, (wanted, seed, c0), holder=identity_of(context), active=context.is_active
+            wanted.key, (wanted, seed, c0), holder=caller.holder, active=caller.active
         )
         return pack(out0, bits), pack(out1, bits), seconds
 
