@@ -6,10 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import planner
+import pytest
+import soak
 import torch
 
 from sordino.server.kernel import RingMatrix, choose_kernel
@@ -39,3 +43,69 @@ def test_planner() -> None:
     assert len(measured) > 4
     assert all(one.seconds > 0 and one.total(1000) > one.seconds for one in measured)
     assert set(planner.fit(measured)) == {"encrypt", "answer", "answer_switched", "pair", "message"}
+
+
+def course(**more: float) -> soak.Course:
+    """A quiet run of ten minutes, to which ``more`` (fields of a sample, or ``seconds`` of the probe) is added by its
+    end; a little at a time, from the beginning."""
+    quiet = soak.Sample(0.0, 600 * soak.MIB, 40, 60, 3, 1, 1 << 20, 0, 1.0, 3.0)
+    samples = []
+    for at in range(0, 600, 2):
+        play = (at % 7 - 3) * soak.MIB
+        grown = {
+            name: getattr(quiet, name) + round(most * at / 600) for name, most in more.items() if name != "seconds"
+        }
+        samples.append(replace(quiet, at_s=float(at), **{"rss": quiet.rss, **grown}))
+        samples[-1] = replace(samples[-1], rss=samples[-1].rss + play)
+    seconds = more.get("seconds", 0.0)
+    probe = [(at / 10, 0.001 + (0.002 if at % 50 == 0 else 0.0) + seconds * at / 6000) for at in range(6000)]
+    rest = replace(quiet, calls=0, page_sessions=0, page_bytes=0)
+    return soak.Course(600.0, samples, probe, rest, rest, Counter({"masked": 1000, "busy": 10}), [], [])
+
+
+def test_a_soak_without_growth() -> None:
+    figures, reasons = soak.judge(course())
+    assert reasons == []
+    assert figures["p99_ratio"] == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"rss": 120 * soak.MIB}, "growth_mib_by_line"),
+        ({"files": 30}, "files_moved"),
+        ({"threads": 30}, "threads_moved"),
+        ({"seconds": 0.03}, "p99_ratio"),
+    ],
+)
+def test_a_soak_with_growth(more: dict[str, float], reason: str) -> None:
+    _, reasons = soak.judge(course(**more))
+    assert reasons
+    assert any(one.startswith(f"{reason} is ") for one in reasons)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"page_bytes": 4096}, "4096 bytes of pages left"),
+        ({"page_sessions": 1}, "1 sessions with pages left"),
+        ({"calls": 2}, "2 calls left"),
+        ({"files": 60}, "files_kept is 20"),
+    ],
+)
+def test_a_soak_that_leaves_something(change: dict[str, int], reason: str) -> None:
+    quiet = course()
+    [told] = soak.judge(replace(quiet, after=replace(quiet.after, **change)))[1]
+    assert told.startswith(reason)
+
+
+def test_a_soak_of_seconds(bundles: Callable[..., Path], tmp_path: Path) -> None:
+    """No deed goes wrong, and nothing is left. Whether memory and time are flat shows in minutes."""
+    seen, killed = soak.run(bundles("llama"), 0.1, 1)
+    assert not seen.failures
+    assert not seen.unended
+    assert killed
+    assert (seen.after.calls, seen.after.page_sessions, seen.after.page_bytes) == (0, 0, 0)
+    assert len(seen.samples) > 2
+    assert sum(seen.done.values()) > 0
+    assert len(seen.probe) > 0
