@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from sordino.client import bench_linear
-from sordino.client.bench_linear import distinct_shapes, load_matrices, run_linear
+from sordino.client.bench_linear import load_matrices, run_linear, same_shapes
 from sordino.client.transport import Traffic
 from sordino.server.store import MatrixStore
 from sordino.shared.errors import SordinoError
@@ -28,12 +28,14 @@ def test_figures_of_every_shape(bundles: Callable[..., Path], tmp_path: Path) ->
     path = tmp_path / "linear.json"
     result = run(bundles("llama"), "rlwe,masked,fp32", json_path=path)
     assert json.loads(path.read_text()) == result
-    groups = distinct_shapes(ModelManifest.load(bundles("llama")))
+    shapes = same_shapes(ModelManifest.load(bundles("llama")))
+    groups = [layers[0] for layers in shapes]
     got = [(entry["group"], entry["rows"], entry["protocol"]) for entry in result["results"]]
     assert got == [(g.name, rows, name) for g in groups for rows in (1, 8, 32) for name in ("rlwe", "masked", "fp32")]
     for entry in result["results"]:
         assert entry["ms_p50"] > 0
-        assert entry["repeats"] == (2 if entry["rows"] == 1 else 1)
+        assert entry["repeats"] == 3 * len(shapes[0])  # three turns, each through the layers once
+        assert entry["ms_first_p50"] > 0
         if entry["protocol"] == "fp32":
             assert entry["bytes_up"] == entry["bytes_down"] == 0
             continue
@@ -94,7 +96,7 @@ def test_a_slow_peer_is_measured_once_and_left_out_where_it_takes_too_long(
     monkeypatch.setattr(bench_linear, "_peer", lambda name: Module)
     monkeypatch.setattr(bench_linear, "time", _Clock())
     result = run(bundles("llama"), "tenseal", patience_s=3.0)
-    shapes = distinct_shapes(ModelManifest.load(bundles("llama")))
+    shapes = [layers[0] for layers in same_shapes(ModelManifest.load(bundles("llama")))]
     sizes = [group.in_features * group.out_features for group in shapes]
     kept = [size for size, before in zip(sizes, [sizes[0], *sizes], strict=False) if 2 * size / before <= 3]
     assert [entry["ms_p50"] for entry in result["results"]] == [2000.0] * len(result["results"])
