@@ -18,6 +18,7 @@ import argparse
 import http.client
 import json
 import multiprocessing
+import pickle
 import random
 import socket
 import statistics
@@ -344,9 +345,9 @@ def _same(got: bytes, wanted: bytes) -> None:
         raise IntegrityError("the server gave another answer than before")
 
 
-def live(script: Script, seed: int, pipe: Pipe) -> None:
+def live(script: Path, seed: int, pipe: Pipe) -> None:
     """Of a client's process: one deed after another, each told, until the other end says something."""
-    client = Client(script, seed)
+    client = Client(pickle.loads(script.read_bytes()), seed)
     try:
         pipe.send(("ready", ""))
         while not pipe.poll():
@@ -363,8 +364,9 @@ class Clients:
         SordinoError: one does not start.
     """
 
-    def __init__(self, script: Script, count: int) -> None:
-        self._script = script
+    def __init__(self, script: Script, count: int, work: Path) -> None:
+        self._script = work / "script"  # as an argument it would have the parent wait until the child reads it
+        self._script.write_bytes(pickle.dumps(script))
         self._context = multiprocessing.get_context("spawn")
         self._draw = random.Random(0)
         self._started = 0
@@ -637,7 +639,7 @@ def run(bundle: Path, minutes: float, count: int) -> tuple[Course, int]:
         server = stack.enter_context(serving(bundle, work))
         script = write_script(bundle, server)
         before, _ = at_rest(server, time.monotonic())
-        with closing(Clients(script, count)) as clients, closing(Probe(script)) as probe:
+        with closing(Clients(script, count, work)) as clients, closing(Probe(script)) as probe:
             start, samples, seen = time.monotonic(), list[Sample](), 0
             kill_at = start + kills
             with progress_bar("seconds") as shown:
