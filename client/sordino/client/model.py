@@ -167,15 +167,16 @@ def build_model(
         BundleError: the config, the tensors and the manifest do not fit together; the names are listed.
     """
     chosen = f" with attn_implementation={attn_implementation!r}" if attn_implementation else ""
-    with blamed_on("config.json" + chosen):
-        model = _empty_model(read_json(folder / "config.json"), attn_implementation)
-        # Before anything is allocated, or asked of the server, for a size that the manifest states.
-        _match_groups(model, manifest)
-    with blamed_on("client.safetensors"):
-        with safe_open(folder / "client.safetensors", framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - safe_open is no mapping
-        _replace_remote(model, manifest, timings, tensors)
-        _load_local(model, tensors)
+    with _ONE_AT_A_TIME:  # the empty model changes nn.Module, for all threads
+        with blamed_on("config.json" + chosen):
+            model = _empty_model(read_json(folder / "config.json"), attn_implementation)
+            # Before anything is allocated, or asked of the server, for a size that the manifest states.
+            _match_groups(model, manifest)
+        with blamed_on("client.safetensors"):
+            with safe_open(folder / "client.safetensors", framework="pt") as file:
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+            _replace_remote(model, manifest, timings, tensors)
+            _load_local(model, tensors)
     with blamed_on("generation_config.json"):
         model.generation_config = _generation_config(folder, model)
     model.to(device)
@@ -248,7 +249,7 @@ def _empty_model(raw: dict[str, Any], attn_implementation: str | None) -> PreTra
     heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if shared and heads % shared:
         raise BundleError(f"config.json: {heads} attention heads cannot share {shared} key and value heads")
-    with _ONE_AT_A_TIME, init_empty_weights(include_buffers=False):  # which changes nn.Module for all threads
+    with init_empty_weights(include_buffers=False):
         # Only what the caller names: an implementation named by the bundle could be a kernel to fetch and run.
         chosen = {"attn_implementation": attn_implementation} if attn_implementation else {}
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **chosen)
