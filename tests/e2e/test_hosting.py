@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from sordino.shared.errors import SessionLostError, SordinoError, TransportError
 
 TOKENS = 24
 MIDDLE = 5
+_connecting = threading.Lock()
 ROOT = Path(__file__).parents[2]
 
 
@@ -65,16 +67,17 @@ def talk(given: Given, number: int) -> Told:
     folder = Path(given.folder)
     mine = folder / f"client-{number}"
     options = {"cache": mine / "cache", "pool": mine / "pool", "state_dir": mine / "state"}
-    connected = connect(
-        given.targets,
-        ca=Path(given.ca),
-        token=given.token,
-        batch=64,
-        low_water=0,
-        timeout_s=30,
-        retry_s=given.retry_s,
-        **options,
-    )
+    with _connecting:
+        connected = connect(
+            given.targets,
+            ca=Path(given.ca),
+            token=given.token,
+            batch=64,
+            low_water=0,
+            timeout_s=30,
+            retry_s=given.retry_s,
+            **options,
+        )
     seen = 0
 
     def meet(*_: object) -> bool:

@@ -42,7 +42,7 @@ def test_planner() -> None:
     ]
     assert len(measured) > 4
     assert all(one.seconds > 0 and one.total(1000) > one.seconds for one in measured)
-    assert set(planner.fit(measured)) == {"encrypt", "answer", "answer_switched", "pair", "message"}
+    assert set(planner.fit(measured)) == {"encrypt", "answer", "answer_switched", "answer_folded", "pair", "message"}
 
 
 def course(**more: float) -> soak.Course:

@@ -162,7 +162,7 @@ def generate(
         console.print(effective, style="dim", highlight=False, markup=False, soft_wrap=True)
         if show_ids:
             ids = inputs["input_ids"][0].tolist()
-            console.print(f"prompt ids: {ids}", style="dim", highlight=False, markup=False)
+            console.print(f"prompt ids: {ids}", style="dim", highlight=False, markup=False, soft_wrap=True)
         before = _carried(link)
         answers = generation.run()
         screen.end(answers)
