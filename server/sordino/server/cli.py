@@ -153,9 +153,9 @@ def serve(
     from sordino.server.app import serve as run
     from sordino.server.auth import TokenFile
     from sordino.server.files import replace
-    from sordino.server.launch import LOCAL_RANK, RANK, launch
     from sordino.server.logs import use_json
     from sordino.server.pagestore import Policy
+    from sordino.server.parallel import LOCAL_RANK, RANK
     from sordino.server.service import Limits
     from sordino.server.tls import TlsFiles, make_certificates
     from sordino.shared.manifest import ModelManifest
@@ -172,6 +172,8 @@ def serve(
     stage = _layers(layers)
     ranked = RANK in os.environ
     if tensor_parallel > 1 and not ranked:
+        from sordino.server.launch import launch
+
         _check_device_count(device, tensor_parallel)
         ModelManifest.load(bundle)
         address.check(host, port)

@@ -13,9 +13,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from sordino.shared.errors import SordinoError
 
-# What the agent, or torchrun itself, tells each rank.
-RANK: Final = "RANK"
-LOCAL_RANK: Final = "LOCAL_RANK"
 _RESTARTS: Final = 3
 _AFTER_GRACE_S: Final = 15  # until ranks that do not end are killed
 

@@ -42,6 +42,9 @@ from sordino.shared.rlwe import PARAMS, U32
 log = logging.getLogger(__name__)
 Arrays = Sequence[NDArray[Any]]
 
+# What torchrun tells each rank.
+RANK: Final = "RANK"
+LOCAL_RANK: Final = "LOCAL_RANK"
 MAX_RANKS: Final = 8
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 _FRAME: Final = 1 << 15  # bytes of the first broadcast of a message; most have room in it

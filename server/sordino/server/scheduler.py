@@ -95,11 +95,13 @@ class Scheduler(Generic[K, W, R]):
                 self._turns.setdefault(holder, 0)
             else:
                 self._running += 1
-                request.batch = [request]
+        batch = [request]
         if wait:
             request.turn.acquire()
-        if request.batch:
-            self._lead(request.batch)
+            # Not kept: a request in a list of its own would be freed by the garbage collector alone, with its results.
+            batch, request.batch = request.batch, []
+        if batch:
+            self._lead(batch)
         if request.error is not None:
             raise request.error
         return request.results[0], request.seconds

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -172,6 +174,36 @@ def test_as_many_batches_at_a_time_as_there_are_places(gate: Gate, pool: ThreadP
     assert (len(gate.batches), scheduler.waiting) == (2, 2)
     gate.let(4)
     assert [future.result(20)[0] for future in futures] == [-1, -2, -3, -4]
+
+
+def test_results_are_freed_without_the_garbage_collector(gate: Gate, pool: ThreadPoolExecutor) -> None:
+    class Result:
+        pass
+
+    made: list[weakref.ref[Result]] = []
+
+    def compute(key: str, works: list[int]) -> list[Result]:
+        results = [Result() for _ in works]
+        made.extend(map(weakref.ref, results))
+        gate.compute(key, works)
+        return results
+
+    scheduler = Scheduler(compute)
+    submit = submitter(scheduler, pool, gate)  # type: ignore[arg-type]
+    gc.disable()
+    try:
+        futures = [submit("a", work) for work in (1, 2, 3)]
+        gate.let(2)
+        for future in futures:
+            future.result(20)
+        del future, futures
+        deadline = time.monotonic() + 20
+        while any(result() is not None for result in made):
+            assert time.monotonic() < deadline, "a result is kept by a cycle"
+            time.sleep(0.01)
+        assert len(made) == 3
+    finally:
+        gc.enable()
 
 
 @settings(max_examples=20, deadline=None)
