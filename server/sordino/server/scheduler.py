@@ -84,22 +84,26 @@ class Scheduler(Generic[K, W, R]):
             LimitError: too much waits already.
             TransportError: nobody wants the result any more.
         """
-        request: _Request[K, W, R] = _Request(key, work, size, holder, active)
         with self._lock:
-            wait = self._running >= self._places
-            if wait:
+            if free := self._running < self._places:
+                self._running += 1
+            else:
                 if self._waiting and sum(other.size for other in self._waiting) + size > self._room:
                     raise LimitError("too many requests wait for this server's processor: try again later")
+                request: _Request[K, W, R] = _Request(key, work, size, holder, active)
                 request.turn.acquire()
                 self._waiting.append(request)
                 self._turns.setdefault(holder, 0)
-            else:
-                self._running += 1
-        batch = [request]
-        if wait:
-            request.turn.acquire()
-            # Not kept: a request in a list of its own would be freed by the garbage collector alone, with its results.
-            batch, request.batch = request.batch, []
+        if free:
+            start = time.perf_counter()
+            try:
+                (result,) = self._compute(key, [work])
+            finally:
+                self._hand_on()
+            return result, time.perf_counter() - start
+        request.turn.acquire()
+        # Not kept: a request in a list of its own would be freed by the garbage collector alone, with its results.
+        batch, request.batch = request.batch, []
         if batch:
             self._lead(batch)
         if request.error is not None:
@@ -132,6 +136,9 @@ class Scheduler(Generic[K, W, R]):
             batch[0].turn.release()
 
     def _next(self) -> list[_Request[K, W, R]]:
+        if not self._waiting:
+            self._turns.clear()
+            return []
         for request in [request for request in self._waiting if not request.active()]:
             self._waiting.remove(request)
             request.error = TransportError("the call ended before its turn came")
