@@ -18,7 +18,6 @@ import argparse
 import http.client
 import json
 import multiprocessing
-import pickle
 import random
 import socket
 import statistics
@@ -28,7 +27,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
@@ -345,9 +344,10 @@ def _same(got: bytes, wanted: bytes) -> None:
         raise IntegrityError("the server gave another answer than before")
 
 
-def live(script: Path, seed: int, pipe: Pipe) -> None:
-    """Of a client's process: one deed after another, each told, until the other end says something."""
-    client = Client(pickle.loads(script.read_bytes()), seed)
+def live(seed: int, pipe: Pipe) -> None:
+    """Of a client's process: one deed after another, each told, until the other end says something more than the
+    script."""
+    client = Client(pipe.recv(), seed)
     try:
         pipe.send(("ready", ""))
         while not pipe.poll():
@@ -364,9 +364,8 @@ class Clients:
         SordinoError: one does not start.
     """
 
-    def __init__(self, script: Script, count: int, work: Path) -> None:
-        self._script = work / "script"  # as an argument it would have the parent wait until the child reads it
-        self._script.write_bytes(pickle.dumps(script))
+    def __init__(self, script: Script, count: int) -> None:
+        self._script = script
         self._context = multiprocessing.get_context("spawn")
         self._draw = random.Random(0)
         self._started = 0
@@ -381,11 +380,16 @@ class Clients:
             if not pipe.poll(_START_S):
                 raise SordinoError(f"a client did not start within {_START_S:.0f} s")
 
+    def _tell(self, pipe: Pipe) -> None:
+        with suppress(OSError):  # killed before it read
+            pipe.send(self._script)
+
     def _start(self) -> None:
         mine, other = self._context.Pipe()
-        process = self._context.Process(target=live, args=(self._script, self._started, other), daemon=True)
+        process = self._context.Process(target=live, args=(self._started, other), daemon=True)
         process.start()
         other.close()
+        threading.Thread(target=self._tell, args=(mine,), daemon=True).start()  # until the child reads, seconds later
         self._started += 1
         self._pipes.append(mine)
         self._processes.append(process)
@@ -639,7 +643,7 @@ def run(bundle: Path, minutes: float, count: int) -> tuple[Course, int]:
         server = stack.enter_context(serving(bundle, work))
         script = write_script(bundle, server)
         before, _ = at_rest(server, time.monotonic())
-        with closing(Clients(script, count, work)) as clients, closing(Probe(script)) as probe:
+        with closing(Clients(script, count)) as clients, closing(Probe(script)) as probe:
             start, samples, seen = time.monotonic(), list[Sample](), 0
             kill_at = start + kills
             with progress_bar("seconds") as shown:
