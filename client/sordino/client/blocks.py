@@ -25,7 +25,7 @@ from sordino.shared.rlwe import (
 )
 
 # Seconds of both sides for a block that is encrypted, a block that is answered, and a message: fitted to products of
-# 307 shapes of block on two cores (bench/planner.py).
+# 295 shapes of block on two cores (bench/planner.py).
 _ENCRYPT_S: Final = 29e-6
 _ANSWER_S: Final = 33e-6
 _SWITCH_S: Final = 31e-6
