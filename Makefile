@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 PEERS_STAMP := $(VENV)/.stamp-peers
+RAY_STAMP := $(VENV)/.stamp-ray
 HYBRID_VENV := .venv-hybrid
 PROTO_VENV := .venv-protos
 PROTO_STAMP := $(PROTO_VENV)/.stamp
@@ -66,7 +67,11 @@ test: $(STAMP) model  ## everything but the slow, GPU and peer tests
 	ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) tests/unit/server/test_kernel.py
 	$(PYTEST) -n $(JOBS) --dist loadfile
 
-test-slow: $(STAMP) model  ## the tests that take minutes
+$(RAY_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[ray]'
+	@touch $@
+
+test-slow: $(RAY_STAMP) model  ## the tests that take minutes
 	$(PYTEST) -m slow --timeout=1800
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device

@@ -7,27 +7,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import models
+from inprocess import InProcess
 
 from sordino.client import Connected, connect
-from sordino.server.app import ServerConfig, build_server
+from sordino.server.app import ServerConfig
 from sordino.server.service import Limits, SordinoService
 from sordino.server.store import MatrixStore
 
 
-class InProcessServer:
-    """The real server on a loopback port, in threads of this process."""
+class InProcessServer(InProcess):
+    """With a store of its own, which answers in clear too."""
 
     def __init__(self, bundle: Path, limits: Limits | None = None) -> None:
         limits = limits or Limits()
         self.store = MatrixStore(bundle)
         service = SordinoService(self.store, limits, allow_clear=True)
         self.pages, self.waits = service.pages, service.waits
-        self._server, _ = build_server(service, ServerConfig(bundle=bundle, tls=None, tokens=None, limits=limits))
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
-        self._server.start()
-
-    def close(self) -> None:
-        self._server.stop(0).wait(20)
+        super().__init__(service, ServerConfig(bundle=bundle, tls=None, tokens=None, limits=limits))
 
 
 class Pair(NamedTuple):

@@ -39,7 +39,7 @@ GRPC_FILES = (
     "server/sordino/server/service*.py",
     "server/sordino/server/app*.py",
     "server/sordino/server/auth.py",
-    "server/sordino/server/decoding.py",  # interceptors
+    "server/sordino/server/calls.py",  # interceptors
     "server/sordino/server/places.py",  # ends calls
     "server/sordino/server/metrics.py",  # an interceptor that counts them
     "client/sordino/client/transport*",

@@ -369,7 +369,7 @@ def test_a_stream_that_rests_too_long_loses_its_pages(limited: Callable[..., Bes
     assert beside.server.pages.used_bytes
     deadline = time.monotonic() + 20
     while beside.server.pages.used_bytes and time.monotonic() < deadline:
-        beside.server.waits.end_overdue()  # twice a second where a server runs by itself
+        beside.server.do(beside.server.waits.end_overdue)  # twice a second where a server runs by itself
         time.sleep(0.05)
     assert not beside.server.pages.used_bytes
     with pytest.raises(KvEvictedError, match="too long"):

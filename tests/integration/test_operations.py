@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stack import ServerProcess, masks_message, opening, rows_message, send_raw
 
 from sordino.proto.v1 import sordino_pb2 as pb
-from sordino.server import app
+from sordino.server import service
 from sordino.server.auth import TokenFile
 from sordino.server.service import SERVICE_NAME, Limits
 from sordino.shared.pages import KEYS, N
@@ -266,8 +266,7 @@ def test_a_token_is_known_by_its_name_and_withdrawn(operated: Operated, channel:
 def test_twice_as_many_cancels_as_there_are_threads(operated: Operated, channel: grpc.Channel) -> None:
     """Case 4.8: a thread that waits for a client that left would be lost."""
     limits = Limits(max_streams=STREAMS)
-    rooms = (limits.max_provisioning, limits.max_attention, limits.max_downloads, limits.max_short_calls)
-    workers = STREAMS + sum(rooms) + limits.max_tokenless + app._SPARE_WORKERS
+    workers = limits.max_provisioning + limits.max_attention + limits.max_downloads + service._SPARE_THREADS
     large = rows_message(operated.manifest, of=2, rows=500)
     for _ in range(2 * workers // STREAMS + 1):
         streams = [Stream(operated, channel, large, large) for _ in range(STREAMS)]

@@ -21,6 +21,7 @@ from sordino.client.protocols import MaskedProtocol
 from sordino.client.provision import Progress
 from sordino.client.refill import PoolKeeper
 from sordino.client.transport import Connection
+from sordino.server.kernel import RingMatrix
 from sordino.shared.errors import IntegrityError
 
 
@@ -29,8 +30,12 @@ class TwoFaced(InProcessServer):
 
     def __init__(self, bundle: Path) -> None:
         super().__init__(bundle)
+        self.turn()
+
+    def turn(self) -> None:
+        """From here on the matrices have the other sign."""
         for matrix in self.store.matrices.values():
-            matrix.weights = -matrix.weights
+            RingMatrix.__init__(matrix, -matrix.weights, matrix.planes, self.store.kernel)
 
 
 @contextmanager
@@ -120,8 +125,7 @@ def test_a_failed_check_is_told_and_the_pool_goes_though_the_ledger_is_held(
         keeper.prepare(1)
         keeper.fill_now()
         rows_of(keeper, link)  # which reserves the masks of the next one
-        for matrix in server.store.matrices.values():
-            matrix.weights = -matrix.weights
+        server.turn()
         with Ledger(tmp_path / "state").locked(), pytest.raises(IntegrityError):
             rows_of(keeper, link)
         assert not keeper.pool.path.exists()
@@ -136,8 +140,7 @@ def test_what_cannot_be_erased_does_not_hide_a_failed_check(
     with closing(TwoFaced(bundles("llama"))) as server, keeping(server, tmp_path) as (keeper, link):
         keeper.prepare(1)
         keeper.fill_now()
-        for matrix in server.store.matrices.values():
-            matrix.weights = -matrix.weights
+        server.turn()
         monkeypatch.setattr(Store, "destroy", refuse)
         with pytest.raises(IntegrityError):
             rows_of(keeper, link)
@@ -152,8 +155,7 @@ def test_whoever_meets_what_a_failed_check_left_hears_of_the_check(
     with closing(TwoFaced(bundles("llama"))) as server, keeping(server, tmp_path) as (keeper, link):
         keeper.prepare(1)
         keeper.fill_now()
-        for matrix in server.store.matrices.values():
-            matrix.weights = -matrix.weights
+        server.turn()
         take = keeper.take
 
         def meanwhile(group: str, rows: int) -> object:

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inprocess import InProcess
 from stack import answer, opening
 
 from sordino.client import Connected, Session, connect
 from sordino.client.proxy import RecordingProxy
 from sordino.client.transport import Connection
 from sordino.proto.v1 import sordino_pb2 as pb
-from sordino.server.app import ServerConfig, build_server
+from sordino.server.app import ServerConfig
 from sordino.server.service import Limits, SordinoService
 from sordino.server.store import MatrixStore
 from sordino.shared.errors import (
@@ -37,7 +38,7 @@ NOWHERE = "grpc://127.0.0.1:9"
 WAIT_S = 20.0
 
 
-class Host:
+class Host(InProcess):
     """The real server in this process, of some layers or all; it can be ended, and come back at the same port."""
 
     def __init__(
@@ -45,13 +46,7 @@ class Host:
     ) -> None:
         limits = limits or Limits()
         service = SordinoService(MatrixStore(bundle, layers=layers), limits, allow_clear=True)
-        self._server, _ = build_server(service, ServerConfig(bundle=bundle, tls=None, tokens=None, limits=limits))
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
-        self.target = f"grpc://127.0.0.1:{self.port}"
-        self._server.start()
-
-    def close(self) -> None:
-        self._server.stop(0).wait(20)
+        super().__init__(service, ServerConfig(bundle=bundle, tls=None, tokens=None, limits=limits), port=port)
 
 
 Start = Callable[..., Host]

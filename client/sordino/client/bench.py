@@ -351,7 +351,7 @@ def _provisioning(link: Connected, slots: int, before: tuple[float, ...], after:
 
 
 _BARE_SERVER: Final = """
-import grpc, psutil, torch, sordino.server.cli
+import asyncio, grpc, psutil, torch, sordino.server.cli
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -362,13 +362,15 @@ from sordino.server.tls import make_certificates
 device = torch.device("cpu")
 choose_kernel(device)
 config = ServerConfig(bundle=Path(), tls=None, tokens=None)
-server, _ = build_server(SordinoService(SimpleNamespace(device=device), Limits()), config)
-with TemporaryDirectory() as state:
-    credentials = grpc.ssl_server_credentials([make_certificates(Path(state)).read()])
-server.add_secure_port("127.0.0.1:0", credentials)
-server.start()
-print(psutil.Process().memory_info().rss)
-server.stop(0)
+async def serve():
+    server, _ = build_server(SordinoService(SimpleNamespace(device=device), Limits()), config)
+    with TemporaryDirectory() as state:
+        credentials = grpc.ssl_server_credentials([make_certificates(Path(state)).read()])
+    server.add_secure_port("127.0.0.1:0", credentials)
+    await server.start()
+    print(psutil.Process().memory_info().rss)
+    await server.stop(0)
+asyncio.run(serve())
 """
 
 

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
 import grpc
+import grpc.aio
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server import address, parallel
-from sordino.server.auth import TokenFile, TokenInterceptor
-from sordino.server.decoding import DecodingInterceptor
+from sordino.server.auth import TokenFile
+from sordino.server.calls import CallInterceptor
 from sordino.server.health import DRAINING, LOADING, RANK, TOKENS, Readiness, SelfCheck, pages
-from sordino.server.metrics import Metrics, MetricsInterceptor
+from sordino.server.metrics import Metrics
 from sordino.server.provision import few_arenas, return_memory
 from sordino.server.service import SERVICE_NAME, Limits, SordinoService
 from sordino.server.store import MatrixStore
@@ -32,8 +33,8 @@ from sordino.shared.errors import AuthError, SordinoError
 from sordino.shared.transport import channel_options
 
 log = logging.getLogger(__name__)
-_SPARE_WORKERS = 16
 _MAX_REFUSALS = 1024
+_COLLECTIONS = (20_000, 20, 100)
 _MAX_FILES = 1 << 16
 _SPARE_FILES = 128  # that are no connections
 _HANDSHAKE_MS = 10_000
@@ -110,37 +111,61 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
         ranks = parallel.lead(store, config.limits.max_encoded_bytes) if config.parallel else None
         service = SordinoService(store, config.limits, engine=ranks, allow_clear=config.allow_clear, metrics=metrics)
         _watch(metrics, service, store)
-        server, checks = build_server(service, config, metrics)
-        readiness.listen(lambda ready: _tell(checks, ready))
-        port = _listen(server, config)
-        server.start()
-        return_memory()
         check = stack.enter_context(SelfCheck(store, readiness))
-        tokens = TokenFile(config.tokens) if config.tokens else None
-
-        def tend() -> bool:
-            service.waits.end_overdue()
-            check.notice_hang()
-            if tokens:
-                readiness.set(TOKENS, holds=not _end_withdrawn(service, tokens))
-            return ranks is None or not ranks.lost
-
-        def serving() -> None:
-            readiness.clear(LOADING)
-            ready(port)
-
-        asyncio.run(_until_signalled(serving, tend))
-        if ranks is not None and ranks.lost:
-            readiness.fail(RANK)
-            server.stop(_LAST_WORDS_S).wait()
-            raise SordinoError("a rank of this server is gone, and with it a part of each matrix: start all ranks anew")
-        log.info("draining: no new streams, at most %.0f s for the running ones", config.grace_s)
-        readiness.fail(DRAINING)
-        stopped = server.stop(config.grace_s)
-        service.waits.drain()
-        stopped.wait()
+        asyncio.run(_serve(service, config, metrics, readiness, check, ranks, ready))
         if ranks is not None:
             ranks.stop()
+
+
+async def _serve(
+    service: SordinoService,
+    config: ServerConfig,
+    metrics: Metrics,
+    readiness: Readiness,
+    check: SelfCheck,
+    ranks: parallel.TensorParallel | None,
+    ready: Callable[[int], None],
+) -> None:
+    """Until a signal, or until a rank is lost; then drains."""
+    server, checks = build_server(service, config, metrics)
+    port = _listen(server, config)
+    await server.start()
+    return_memory()
+    # What is there stays: a collector that looks at it again and again costs a tenth of a small server's time.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECTIONS)
+    tokens = TokenFile(config.tokens) if config.tokens else None
+    loop = asyncio.get_running_loop()
+
+    def tell(now: bool) -> None:  # from any thread
+        asyncio.run_coroutine_threadsafe(_tell(checks, now), loop)
+
+    readiness.listen(tell)
+
+    def tend() -> bool:
+        service.waits.end_overdue()
+        check.notice_hang()
+        if tokens:
+            readiness.set(TOKENS, holds=not _end_withdrawn(service, tokens))
+        return ranks is None or not ranks.lost
+
+    def serving() -> None:
+        readiness.clear(LOADING)
+        ready(port)
+
+    await _until_signalled(serving, tend)
+    if ranks is not None and ranks.lost:
+        readiness.fail(RANK)
+        await server.stop(_LAST_WORDS_S)
+        raise SordinoError("a rank of this server is gone, and with it a part of each matrix: start all ranks anew")
+    log.info("draining: no new streams, at most %.0f s for the running ones", config.grace_s)
+    readiness.fail(DRAINING)
+    stopped = asyncio.ensure_future(server.stop(config.grace_s))
+    await asyncio.sleep(0)  # it refuses new calls now
+    service.waits.drain()
+    await stopped
+    service.close()
 
 
 def work(config: ServerConfig) -> None:
@@ -183,10 +208,10 @@ def _watch(metrics: Metrics, service: SordinoService, store: MatrixStore) -> Non
         )
 
 
-def _tell(checks: health.HealthServicer, ready: bool) -> None:
+async def _tell(checks: health.aio.HealthServicer, ready: bool) -> None:
     status = health_pb2.HealthCheckResponse
     for name in ("", SERVICE_NAME):
-        checks.set(name, status.SERVING if ready else status.NOT_SERVING)
+        await checks.set(name, status.SERVING if ready else status.NOT_SERVING)
 
 
 def _end_withdrawn(service: SordinoService, tokens: TokenFile) -> bool:
@@ -221,37 +246,30 @@ async def _until_signalled(ready: Callable[[], None], tend: Callable[[], bool]) 
 
 def build_server(
     service: SordinoService, config: ServerConfig, metrics: Metrics | None = None
-) -> tuple[grpc.Server, health.HealthServicer]:
-    """The gRPC server, not listening yet: a thread for each place, and some that refuse.
+) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
+    """The gRPC server of the running event loop, not listening yet.
 
     Args:
         metrics: what its calls are counted in.
     """
     limits = config.limits
-    workers = service.places.total + _SPARE_WORKERS
-    interceptors: list[grpc.ServerInterceptor] = [
-        DecodingInterceptor(
-            service.waits,
-            service.places,
-            SERVICE_NAME,
-            first_s=limits.first_message_s,
-            idle_s=limits.idle_s,
-            kv_idle_s=limits.kv_idle_s,
-        )
-    ]
-    tokens = TokenFile(config.tokens) if config.tokens else None
-    if tokens:
-        interceptors.insert(0, TokenInterceptor(tokens))
-    if metrics:
-        interceptors.insert(0, MetricsInterceptor(metrics, tokens))
-    server = grpc.server(
-        ThreadPoolExecutor(workers, thread_name_prefix="call"),
-        interceptors=interceptors,
-        options=[*channel_options(limits.max_message_bytes), *_connection_options()],
-        # Of the workers some are always free to refuse, so no call waits for long; over this, gRPC refuses at once.
-        maximum_concurrent_rpcs=workers + _MAX_REFUSALS,
+    interceptor = CallInterceptor(
+        service.waits,
+        service.places,
+        metrics or Metrics(),
+        TokenFile(config.tokens) if config.tokens else None,
+        SERVICE_NAME,
+        first_s=limits.first_message_s,
+        idle_s=limits.idle_s,
+        kv_idle_s=limits.kv_idle_s,
     )
-    checks = health.HealthServicer()
+    server = grpc.aio.server(
+        interceptors=[interceptor],
+        options=[*channel_options(limits.max_message_bytes), *_connection_options()],
+        # Over the places calls are refused, with a reason; over this, gRPC refuses at once.
+        maximum_concurrent_rpcs=service.places.total + _MAX_REFUSALS,
+    )
+    checks = health.aio.HealthServicer()
     pb_grpc.add_SordinoServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -282,7 +300,7 @@ def _raise_file_limit() -> None:
         log.warning("the limit of %d open files cannot be raised: %s", soft, error)
 
 
-def _listen(server: grpc.Server, config: ServerConfig) -> int:
+def _listen(server: grpc.aio.Server, config: ServerConfig) -> int:
     address.check(config.host, config.port)
     where = address.join(config.host, config.port)
     try:

@@ -13,19 +13,13 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
-
-import grpc
+from typing import Any, Final
 
 from sordino.server.files import locked, replace, unreadable
 from sordino.shared.errors import AuthError, SordinoError
 
-if TYPE_CHECKING:
-    Handler = grpc.RpcMethodHandler[Any, Any]
-    Context = grpc.ServicerContext
 log = logging.getLogger(__name__)
 ANONYMOUS: Final = "anonymous"
 _OPEN_SERVICES: Final = ("/grpc.health.v1.Health/",)
@@ -182,30 +176,6 @@ def _fresh(name: str, days: float | None) -> tuple[str, TokenRecord]:
     return token, TokenRecord(name=name, sha256=hashlib.sha256(token.encode()).hexdigest(), expires=expires)
 
 
-class TokenInterceptor(grpc.ServerInterceptor):
-    """Refuses every call without a valid ``authorization: Bearer`` header, those of open services excepted; the
-    outermost interceptor."""
-
-    def __init__(self, tokens: TokenFile) -> None:
-        self._tokens = tokens
-
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        handler = continuation(handler_call_details)
-        if handler is None or is_open(handler_call_details.method):
-            return handler
-        try:
-            self._tokens.verify(bearer(handler_call_details.invocation_metadata or ()))
-        except AuthError as error:
-            return _refusal(str(error))
-        except OSError:
-            return _refusal("the server's token file cannot be read: its operator must mend it")
-        return handler
-
-
 def is_open(method: str) -> bool:
     """Whether a method, by its full name, needs no token."""
     return method.startswith(_OPEN_SERVICES)
@@ -217,24 +187,15 @@ def bearer(metadata: Any) -> str:
     Raises:
         AuthError: there is none.
     """
-    for key, value in metadata:
+    for key, value in metadata or ():
         if key == "authorization" and str(value).startswith("Bearer "):
             return str(value)[7:]
     raise AuthError("no token: pass token=... (or --token-file) as the provider gave it to you")
 
 
-def identity_of(context: Context) -> str:
+def identity_of(metadata: Any) -> str:
     """What limits are counted by: a digest of the token, or of nothing on a server without authentication."""
     try:
-        return hashlib.sha256(bearer(context.invocation_metadata() or ()).encode()).hexdigest()
+        return hashlib.sha256(bearer(metadata).encode()).hexdigest()
     except AuthError:
         return ANONYMOUS
-
-
-def _refusal(text: str) -> Handler:
-    """Ends a call without reading from it: who may not enter holds no thread by sending nothing."""
-
-    def refuse(_: object, context: Context) -> NoReturn:
-        context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)

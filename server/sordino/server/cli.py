@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from sordino.shared.errors import SordinoError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from sordino.server.ray_engine import Fleet
 
 console = Console(stderr=True)
 DEFAULT_STATE = Path(".sordino-server")
@@ -23,6 +27,11 @@ _THREADS_A_CORE = 4
 class LogFormat(StrEnum):
     text = "text"
     json = "json"
+
+
+class Engine(StrEnum):
+    local = "local"
+    ray = "ray"
 
 
 class Rounding(StrEnum):
@@ -133,6 +142,13 @@ def serve(
     tensor_parallel: Annotated[
         int, typer.Option(help="Processes that share each matrix, on this machine; torchrun for several.", min=1, max=8)
     ] = 1,
+    engine: Annotated[Engine, typer.Option(help="Where processes run: on this machine, or over a Ray cluster.")] = (
+        Engine.local
+    ),
+    replicas: Annotated[int, typer.Option(help="Servers of this model; with --engine ray.", min=1)] = 1,
+    ray_address: Annotated[
+        str, typer.Option(help="The Ray cluster, host:port; auto is the one that this machine belongs to.")
+    ] = "auto",
     batching: Annotated[
         bool, typer.Option("--batching/--no-batching", help="Join what sessions wait for; for comparisons.")
     ] = True,
@@ -162,6 +178,39 @@ def serve(
 
     if log_format == LogFormat.json:
         use_json(console)
+    names = None if hostnames is None else [name.strip() for name in hostnames.split(",") if name.strip()]
+    if (tls_cert is None) != (tls_key is None):
+        raise SordinoError("--tls-cert and --tls-key belong together")
+    if engine == Engine.ray:
+        from sordino.server.ray_engine import Fleet
+
+        if host != "127.0.0.1":
+            raise SordinoError("--engine ray has each server listen on the address of its node: leave --host out")
+        if insecure or no_auth:
+            raise SordinoError("--engine ray has servers in a network: they need TLS and tokens")
+        if port_file:
+            raise SordinoError("--engine ray has no one port to write to --port-file: it prints where each server is")
+        if device not in ("cpu", "cuda"):
+            raise SordinoError(f"--engine ray gives each rank a device: --device cpu or cuda, not {device}")
+        fleet = Fleet(
+            arguments=sys.argv[1:],
+            replicas=replicas,
+            ranks=tensor_parallel,
+            threads=threads,
+            gpu=device == "cuda",
+            port=port,
+            metrics_port=metrics_port,
+            hostnames=names or (),
+            bundle=bundle,
+            state=state,
+            certificate=tls_cert,
+            others=[path for path in (tls_key, kv_spill) if path],
+            grace_s=grace,
+        )
+        _serve_over_ray(fleet, ray_address)
+        return
+    if replicas > 1:
+        raise SordinoError("--replicas wants a cluster, --engine ray; on one machine start so many servers")
     most = _THREADS_A_CORE * (os.cpu_count() or 1)
     if not 0 <= threads <= most:
         raise SordinoError(f"--threads is 0 to {most}, {_THREADS_A_CORE} for each core of this machine, not {threads}")
@@ -182,9 +231,6 @@ def serve(
         return
     if ranked and device == "cuda":
         device = f"cuda:{os.environ[LOCAL_RANK]}"
-    names = None if hostnames is None else [name.strip() for name in hostnames.split(",") if name.strip()]
-    if (tls_cert is None) != (tls_key is None):
-        raise SordinoError("--tls-cert and --tls-key belong together")
     tls = None if insecure else TlsFiles.self_made(state)
     if tls_cert and tls_key:
         tls = TlsFiles(ca=tls_cert, certificate=tls_cert, key=tls_key)
@@ -228,12 +274,7 @@ def serve(
     if tls and not tls_cert:
         make_certificates(state, names)
     if tokens and not known:
-        state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        gone = (state / "token").exists()
-        if TokenFile(tokens).issue_first(state / "token"):
-            if gone:
-                console.print(f"[bold red]{tokens} is gone[/]: all tokens that were given out are void", soft_wrap=True)
-            console.print(f"first client token written to {state / 'token'}", soft_wrap=True)
+        _issue_first(tokens)
 
     def ready(bound: int) -> None:
         scheme = "grpcs" if tls else "grpc"
@@ -252,6 +293,37 @@ def serve(
             replace(port_file, str(bound).encode(), 0o644)
 
     run(config, ready=ready)
+
+
+def _issue_first(tokens: Path) -> None:
+    """Makes a token file, with one token in a file beside it, unless another process has done so."""
+    from sordino.server.auth import TokenFile
+
+    tokens.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    copy = tokens.with_name("token")
+    gone = copy.exists()
+    if TokenFile(tokens).issue_first(copy):
+        if gone:
+            console.print(f"[bold red]{tokens} is gone[/]: all tokens that were given out are void", soft_wrap=True)
+        console.print(f"first client token written to {copy}", soft_wrap=True)
+
+
+def _serve_over_ray(fleet: Fleet, cluster: str) -> None:
+    from sordino.server.auth import TokenFile
+    from sordino.server.ray_engine import joined, run_fleet
+
+    tokens = fleet.state / "tokens.json"
+
+    def ready(targets: Sequence[str], fingerprint: str) -> None:
+        console.print(f"serving on {escape(','.join(targets))}", highlight=False, soft_wrap=True)
+        console.print(f"fingerprint {fingerprint}", highlight=False, soft_wrap=True)
+        if fleet.certificate is None:
+            console.print(f"clients need a copy of {fleet.state / 'ca.pem'}, and a token", soft_wrap=True)
+
+    with joined(cluster):
+        if not TokenFile(tokens).check():
+            _issue_first(tokens)
+        run_fleet(fleet, ready)
 
 
 def _layers(text: str) -> tuple[int, int] | None:

@@ -18,15 +18,21 @@ from sordino.server.provision import products_of_masks
 from sordino.server.store import MatrixStore
 from sordino.shared.rlwe import U32
 
-# A product with fewer multiplications runs on one core: waking others costs more than they save, and small products of
-# several sessions then run side by side.
+# Multiplications. A product with fewer for a few rows runs on one core: waking others costs more than they save.
 _NARROW_PRODUCTS = 16_000_000
+# One of more rows, several times as fast, takes half a millisecond up to here: no longer than waking another thread
+# and being woken where cores are busy.
+_BRIEF_PRODUCTS = 48_000_000
 
 
 class Engine(Protocol):
     """``places`` is how many calls it can make use of at a time."""
 
     places: int
+
+    def is_brief(self, group: int, rows: int) -> bool:
+        """Whether a product takes no longer than it takes to hand it to another thread."""
+        ...
 
     def product(self, group: int, rows: U32) -> U32:
         """W u mod p for ``rows [R, in_features]``: ``[R, out_features]``."""
@@ -59,19 +65,32 @@ class LocalEngine:
     def __init__(self, store: MatrixStore, encoded_bytes: int) -> None:
         self._store = store
         self._cores = torch.get_num_threads()
-        self.places = self._cores if store.device.type == "cpu" else 1
+        self._on_cpu = store.device.type == "cpu"
+        self.places = self._cores if self._on_cpu else 1
         kernel = choose_block_kernel(store.device, parallel=self._cores > 1)
         self._blocks = BlockProducts(encoded_bytes, kernel)
         self._wide = Lock()
         self._floats: tuple[int, torch.Tensor] | None = None
 
+    def is_brief(self, group: int, rows: int) -> bool:
+        matrix = self._store.matrices[group]
+        products = rows * matrix.in_features * matrix.out_features
+        return self._on_cpu and products < (_NARROW_PRODUCTS if rows <= self._store.kernel.few else _BRIEF_PRODUCTS)
+
     def product(self, group: int, rows: U32) -> U32:
         matrix = self._store.matrices[group]
-        if rows.size * matrix.out_features < _NARROW_PRODUCTS:
-            torch.set_num_threads(1)  # of this thread's products
-            return matrix.matmul(rows)
-        with self.all_cores():
-            return matrix.matmul(rows)
+        if not self.is_brief(group, len(rows)):
+            with self.all_cores():
+                return matrix.matmul(rows)
+        # Where all cores are taken it goes on with one: other streams wait for it.
+        if len(rows) > self._store.kernel.few and self._wide.acquire(blocking=False):
+            try:
+                torch.set_num_threads(self._cores)
+                return matrix.matmul(rows)
+            finally:
+                self._wide.release()
+        torch.set_num_threads(1)  # of this thread's products
+        return matrix.matmul(rows)
 
     def masks(self, group: int, sent: Sequence[tuple[bytes, int, U32]]) -> list[tuple[U32, U32]]:
         with self.all_cores():

@@ -39,12 +39,17 @@ _FEW: Final = 3
 
 
 class RingKernel(Protocol):
-    """One way to multiply. ``name`` goes to the log and the metrics."""
+    """One way to multiply. ``name`` goes to the log and the metrics; up to ``few`` rows there is another way."""
 
     name: str
+    few: int
 
     def matmul(self, weights: torch.Tensor, rows: U32) -> U32:
         """``weights`` int8 ``[m, n]`` times ``rows [R, n]`` (ring elements): ``[R, m]``, exact mod p."""
+        ...
+
+    def few_rows(self, weights: I8, rows: U32) -> U32:
+        """The same for at most ``few`` rows, by weights that are an array already: to make one takes a while."""
         ...
 
 
@@ -93,13 +98,17 @@ class Int8Kernel:
     """CPU: a compiled loop for a few rows; for more, digits and recombination compiled and one product by oneDNN."""
 
     name = "int8-cpu"
+    few = _FEW
+
+    def few_rows(self, weights: I8, rows: U32) -> U32:
+        out = np.empty((len(rows), len(weights)), np.uint32)
+        _few_rows(weights, rows.astype(np.int64), out)
+        return out
 
     def matmul(self, weights: torch.Tensor, rows: U32) -> U32:
         count, n = rows.shape
         if count <= _FEW:
-            few = np.empty((count, weights.shape[0]), np.uint32)
-            _few_rows(weights.numpy(), rows.astype(np.int64), few)
-            return few
+            return self.few_rows(weights.numpy(), rows)
         digits = np.empty((4, count, n), np.int8)
         _digits(rows, digits)
         sums = torch._int_mm(torch.from_numpy(digits).view(4 * count, n), weights.t())
@@ -108,7 +117,14 @@ class Int8Kernel:
         return out
 
 
-class TorchInt8Kernel:
+class _OneWay:
+    few = 0
+
+    def few_rows(self, weights: I8, rows: U32) -> U32:
+        raise NotImplementedError
+
+
+class TorchInt8Kernel(_OneWay):
     """Any torch device, made for CUDA: the same arithmetic in torch operations, no host round trip in between."""
 
     name = "int8-torch"
@@ -131,7 +147,7 @@ class TorchInt8Kernel:
         return result
 
 
-class Float64Kernel:
+class Float64Kernel(_OneWay):
     """Exact fallback: |sum_j W_ij u_j| < 2^7 * 2^32 * n stays below 2^53 for n <= 16,384; longer rows are cut."""
 
     name = "float64"
@@ -197,9 +213,23 @@ class RingMatrix:
         self.out_features = weights.shape[0] // planes
         self.in_features = weights.shape[1]
         self._kernel = kernel
+        self._array = weights.numpy() if kernel.few else None
 
     def matmul(self, rows: U32) -> U32:
         """``rows [R, n]`` to ``[R, m]``: W u mod p with W = low + 256 * high when there are two planes."""
         if rows.ndim != 2 or rows.shape[1] != self.in_features:
             raise ProtocolError(f"rows of shape {rows.shape}, expected [*, {self.in_features}]")
-        return combine_planes(self._kernel.matmul(self.weights, rows), self.planes)
+        if self._array is not None and len(rows) <= self._kernel.few:
+            product = self._kernel.few_rows(self._array, rows)
+        else:
+            product = self._kernel.matmul(self.weights, rows)
+        return combine_planes(product, self.planes)
+
+
+@compiled
+def below_p(rows: U32) -> bool:
+    """Whether all are ring elements; numpy's maximum takes a few times as long for a row."""
+    largest = np.uint32(0)
+    for value in rows.flat:
+        largest = max(largest, value)
+    return bool(largest < np.uint32(P))

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
+from typing import Final, Literal, TypeAlias, TypeVar, get_args
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
@@ -18,13 +18,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from sordino.server.auth import ANONYMOUS, TokenFile, bearer, is_open
 from sordino.server.logs import fields
-from sordino.shared.errors import AuthError, printable
 
 log = logging.getLogger(__name__)
-Context = grpc.ServicerContext
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Kind: TypeAlias = Literal["masked", "rlwe", "masks", "attention"]
 K = TypeVar("K")
 W = TypeVar("W")
@@ -120,46 +116,34 @@ class Metrics:
         self._blocks.inc()
 
     @contextmanager
-    def call(self, method: str, client: str, context: Context) -> Iterator[None]:
-        """A call, while it is open; its end is counted before its client can see it, and logged."""
-        self._started.labels(method).inc()
+    def call(self, method: str, client: str, peer: str) -> Iterator[Callable[[str], None]]:
+        """A call, while it is open: its start is counted, and its end when the block is told the status; and logged."""
+        name, start = method.rpartition("/")[2], time.monotonic()
+        self._started.labels(name).inc()
         self._clients.labels(self._bounded(client)).inc()
-        self._open.labels(method).inc()
-        peer = context.peer().rpartition(":")[0]  # unknown once the call has ended
-        start, failed = time.monotonic(), False
+        self._open.labels(name).inc()
+        status = grpc.StatusCode.UNKNOWN.name
+
+        def ended(with_status: str) -> None:
+            nonlocal status
+            status = with_status
+
         try:
-            yield
-        except BaseException:
-            failed = True
-            raise
+            yield ended
         finally:
-            seconds, status = time.monotonic() - start, _status(context, failed)
-            self._open.labels(method).dec()
-            self._ended.labels(method, status).inc()
-            _log_end(method, status, seconds, client, peer)
+            self._open.labels(name).dec()
+            self._ended.labels(name, status).inc()
+            _log_end(name, status, time.monotonic() - start, client, peer.rpartition(":")[0])
 
     def unknown_call(self) -> None:
         """A call of no method of the server's: a stranger's text is no label."""
         self._started.labels("other").inc()
         self._ended.labels("other", grpc.StatusCode.UNIMPLEMENTED.name).inc()
 
-    def received(self, method: str, messages: Iterator[bytes]) -> Iterator[bytes]:
-        """``messages`` of a call, counted."""
-        counter = self._received.labels(method)
-        for message in messages:
-            counter.inc(len(message))
-            yield message
-
-    def sent(self, method: str, serializer: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-        """The serializer of a call's answers, which counts."""
-        counter = self._sent.labels(method)
-
-        def serialize(answer: Any) -> bytes:
-            data = serializer(answer)
-            counter.inc(len(data))
-            return data
-
-        return serialize
+    def bytes_of(self, method: str) -> tuple[Callable[[float], None], Callable[[float], None]]:
+        """What counts the bytes that a call receives, and sends."""
+        name = method.rpartition("/")[2]
+        return self._received.labels(name).inc, self._sent.labels(name).inc
 
     def _bounded(self, client: str) -> str:
         """Each name is a series for ever, and a token file may hold any number of them, one after another."""
@@ -177,67 +161,6 @@ class _Watched(Collector):
         for name, value in self._values.items():
             family, what = _WATCHED[name]
             yield family(f"sordino_{name}", what, value=value())
-
-
-class MetricsInterceptor(grpc.ServerInterceptor):
-    """Counts the calls that gRPC hands on, also those that are refused; the outermost interceptor.
-
-    Args:
-        tokens: None on a server without authentication.
-    """
-
-    def __init__(self, metrics: Metrics, tokens: TokenFile | None) -> None:
-        self._metrics = metrics
-        self._tokens = tokens
-
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        handler: Any = continuation(handler_call_details)
-        if handler is None:
-            self._metrics.unknown_call()
-            return None
-        path = handler_call_details.method
-        method = path.rpartition("/")[2]
-        metrics = self._metrics
-
-        # The interceptors within made a stream of requests of every call.
-        def unary(raw: Iterator[bytes], context: Context) -> Any:
-            with metrics.call(method, self._client(path, context), context):
-                return handler.stream_unary(metrics.received(method, raw), context)
-
-        def stream(raw: Iterator[bytes], context: Context) -> Iterator[Any]:
-            with metrics.call(method, self._client(path, context), context):
-                yield from handler.stream_stream(metrics.received(method, raw), context)
-
-        serializer = handler.response_serializer and metrics.sent(method, handler.response_serializer)
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(stream, None, serializer)
-        return grpc.stream_unary_rpc_method_handler(unary, None, serializer)
-
-    def _client(self, path: str, context: Context) -> str:
-        """The name of the call's token, if it has one that is valid."""
-        if is_open(path):
-            return NOBODY
-        if self._tokens is None:
-            return ANONYMOUS
-        try:
-            return printable(self._tokens.verify(bearer(context.invocation_metadata() or ())))
-        except (AuthError, OSError):
-            return NOBODY
-
-
-def _status(context: Context, failed: bool) -> str:
-    """How a call ends, as its client sees it; CANCELLED also where the client's time is over, or its process died.
-
-    Where the server waits for a message gRPC may tell of a cancel as of the last message: then it is OK.
-    """
-    code: grpc.StatusCode | None = context.code()  # type: ignore[attr-defined]
-    if not context.is_active():
-        return (code or grpc.StatusCode.CANCELLED).name
-    return (code or (grpc.StatusCode.UNKNOWN if failed else grpc.StatusCode.OK)).name
 
 
 def _log_end(method: str, status: str, seconds: float, client: str, peer: str) -> None:

@@ -13,11 +13,9 @@ All results are integers modulo p or q, so their bits are those of one process.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -34,6 +32,7 @@ from numpy.typing import NDArray
 from sordino.server.blockkernels import Answer
 from sordino.server.blocks import Wanted
 from sordino.server.engine import LocalEngine
+from sordino.server.parent import end_with_parent
 from sordino.server.store import MatrixStore, share
 from sordino.shared.errors import BundleError, RangeError, SordinoError, TransportError
 from sordino.shared.packing import BlockShape, Part
@@ -46,7 +45,6 @@ Arrays = Sequence[NDArray[Any]]
 RANK: Final = "RANK"
 LOCAL_RANK: Final = "LOCAL_RANK"
 MAX_RANKS: Final = 8
-_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 _FRAME: Final = 1 << 15  # bytes of the first broadcast of a message; most have room in it
 _STATUS: Final = 8  # bytes before a part: how it went
 _FINE, _OUT_OF_RANGE, _BROKEN = range(3)
@@ -178,6 +176,11 @@ class TensorParallel:
         self._stopped = threading.Event()
         self.failure: str | None = None
         threading.Thread(target=self._beat, name="ranks", daemon=True).start()
+
+    def is_brief(self, group: int, rows: int) -> bool:
+        """Never: it waits for others."""
+        del group, rows
+        return False
 
     def product(self, group: int, rows: U32) -> U32:
         widths = [self._rows(group, rank) for rank in range(self._link.ranks)]
@@ -314,8 +317,7 @@ def _array(part: bytes, kind: str, shape: tuple[int, ...]) -> NDArray[Any]:
 
 def join(device: str) -> None:
     """Enters the process group that torchrun described in the environment; the process ends with torchrun's."""
-    if prctl := getattr(ctypes.CDLL(None), "prctl", None):
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent()
     backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
     store, rank, ranks = next(dist.rendezvous("env://", timeout=_TIMEOUT))  # type: ignore[attr-defined]
     # The agent's store outlives a restart, and with it the addresses of ranks that are gone.

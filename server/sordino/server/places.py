@@ -1,20 +1,20 @@
-"""Who may hold how many calls at a time, and how a call is ended from outside its thread."""
+"""Who may hold how many calls at a time."""
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import grpc
 
-from sordino.server.auth import identity_of, is_open
+from sordino.server.auth import is_open
 from sordino.shared.errors import LimitError
 
-Context = grpc.ServicerContext
+if TYPE_CHECKING:
+    from sordino.server.calls import Call
 
 _WITHDRAWN: Final = "the token was withdrawn or has expired: ask the provider for another"
 
@@ -44,52 +44,37 @@ class Places:
         self._rooms = rooms
         self._others = others
         self._tokenless = tokenless
-        self._lock = threading.Lock()
-        self._held: dict[Context, tuple[Room, str]] = {}
+        self._held: dict[Call, tuple[Room, str]] = {}
 
     @property
     def total(self) -> int:
         return sum(room.total for room in (*self._rooms.values(), self._others, self._tokenless))
 
     @contextmanager
-    def hold(self, method: str, context: Context) -> Iterator[None]:
+    def hold(self, call: Call) -> Iterator[None]:
         """A place, for as long as the call goes on.
 
         Raises:
             LimitError: there is none for this kind of call, or for this holder.
         """
-        if is_open(method):
-            room, holder = self._tokenless, context.peer().rpartition(":")[0]
+        if is_open(call.method):
+            room, holder = self._tokenless, call.peer.rpartition(":")[0]
         else:
-            room, holder = self._rooms.get(method, self._others), identity_of(context)
-        with self._lock:
-            held = Counter(other for kind, other in self._held.values() if kind is room)
-            if held.total() >= room.total:
-                raise LimitError(f"the server has its {room.total} {room.what}: try again later")
-            if held[holder] >= room.each:
-                owner = "this address" if room is self._tokenless else "this token"
-                raise LimitError(f"{owner} has its {room.each} {room.what}: close one first")
-            self._held[context] = (room, holder)
+            room, holder = self._rooms.get(call.method, self._others), call.holder
+        held = Counter(other for kind, other in self._held.values() if kind is room)
+        if held.total() >= room.total:
+            raise LimitError(f"the server has its {room.total} {room.what}: try again later")
+        if held[holder] >= room.each:
+            owner = "this address" if room is self._tokenless else "this token"
+            raise LimitError(f"{owner} has its {room.each} {room.what}: close one first")
+        self._held[call] = (room, holder)
         try:
             yield
         finally:
-            with self._lock:
-                del self._held[context]
+            del self._held[call]
 
     def end_all_but(self, valid: Collection[str]) -> None:
         """Ends the calls whose token is not among ``valid``, which are as :func:`identity_of` gives them."""
-        with self._lock:
-            held = list(self._held.items())
-        for context, (room, holder) in held:
+        for call, (room, holder) in list(self._held.items()):
             if room is not self._tokenless and holder not in valid:
-                end(context, grpc.StatusCode.UNAUTHENTICATED, _WITHDRAWN)
-
-
-def end(context: Context, code: grpc.StatusCode, text: str) -> None:
-    """Ends a call from outside its thread, with a status; gRPC's public cancel() can only say CANCELLED."""
-    try:
-        call = context._rpc_event.call  # type: ignore[attr-defined]
-        context.set_code(code)  # for who counts how calls end
-        call.cancel(code.value[0], text)
-    except (AttributeError, TypeError):  # another release of gRPC
-        context.cancel()
+                call.end(grpc.StatusCode.UNAUTHENTICATED, _WITHDRAWN)

@@ -1,24 +1,40 @@
 """Continuous batching: work of several streams that waits for the same weights is done as one.
 
-Whoever finds a place free computes at once, in its own thread, so a lone session pays no delay. While all places are
-taken requests wait. Whoever ends hands its place on: to the oldest request of the holder whose turn is longest ago, and
-with it go all that wait for the same weights, as far as a batch holds. So nobody starves: between two turns of a holder
-every other holder that waits has one, whatever their numbers of streams.
+All of it runs in the server's event loop; what computes for long is handed to a thread. While a place is free a
+request is computed at once. While all are taken requests wait, and whoever ends hands its place on: to the oldest
+request of the holder whose turn is longest ago, and with it go all that wait for the same weights, as far as a batch
+holds. So nobody starves: between two turns of a holder every other holder that waits has one, whatever their numbers of
+streams.
+
+Streams of small products are rarely at the same weights by themselves, so they are brought in step. Before its first
+product of a token a stream waits for others that are about to begin one too, and those that begin together wait for
+each other before each further product. A stream waits for a quarter of its time at most on average, for half a token at
+once, and only for others that are expected within that and not much slower: in step nobody waits for long, and a stream
+on its own never does.
 """
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import math
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
 
-from sordino.shared.errors import LimitError, TransportError
+from sordino.shared.errors import LimitError
 
 K = TypeVar("K", bound=Hashable)
 W = TypeVar("W")
 R = TypeVar("R")
+
+_SHARE: Final = 0.25  # of a token's time, for which a stream may wait for others
+_SAVED: Final = 0.5  # of a token's time, that it may save up
+_MOST_S: Final = 1.0
+_SLOWER: Final = 1.5
+_LATE: Final = 3.0  # times of a client between an answer and its next request; after that it is not expected
+_TICK_S: Final = 0.002  # at which waits for others end
 
 
 @dataclass(slots=True, eq=False)
@@ -27,133 +43,242 @@ class _Request(Generic[K, W, R]):
     work: W
     size: int
     holder: str
-    active: Callable[[], bool]
-    batch: list[_Request[K, W, R]] = field(default_factory=list)  # given with the place
-    results: list[R] = field(default_factory=list)
-    seconds: float = 0.0
-    error: BaseException | None = None
-    turn: Any = field(default_factory=threading.Lock)  # held while it waits
+    stream: Stream | None
+    ended: asyncio.Future[tuple[R, float]]
+    patience_ends: float = 0.0
+
+
+class Stream:
+    """Where a stream of products is in the model, whose groups it asks for in their order, token after token.
+
+    Attributes:
+        group: asked for last. first: it is the first of a token.
+        wave: the number of those that it is in step with.
+        waiting: its request has no answer yet; answered: when the last one had.
+        began, token_s: its token, and how long the one before took.
+        turn_s: from an answer to the next request, smoothed.
+        patience: seconds for which it may still wait for others.
+    """
+
+    __slots__ = ("answered", "began", "first", "group", "patience", "token_s", "turn_s", "waiting", "wave")
+
+    def __init__(self) -> None:
+        self.group, self.first, self.wave = -1, False, 0
+        self.waiting = False
+        self.began = self.answered = self.patience = self.turn_s = 0.0
+        self.token_s = math.inf
+
+    def asks(self, group: int, now: float) -> None:
+        self.first = group <= self.group
+        if self.first:
+            self.token_s = now - self.began
+            self.patience = min(self.patience + _SHARE * self.token_s, _SAVED * self.token_s, _MOST_S)
+            self.began = now
+        elif not self.began:
+            self.began = now
+        else:
+            self.turn_s += 0.2 * (now - self.answered - self.turn_s)
+        self.group, self.waiting = group, True
+
+    def expected(self, now: float) -> bool:
+        return self.waiting or now - self.answered < _LATE * self.turn_s + _TICK_S
 
 
 class Scheduler(Generic[K, W, R]):
-    """Runs ``compute(key, works)``, which gives a result for each of ``works``.
+    """Runs ``compute(key, works)``, which gives a result for each of ``works``. All calls come from one event loop.
 
     Args:
-        places: how many batches at a time.
+        pool: whose threads compute.
+        places: how many batches at a time, but for brief ones.
         most: the largest size of a batch of several requests; one on its own may be larger.
         waiting: the largest size of all that waits together.
         together: False gives each request a batch of its own.
+        brief: whether a batch of this key and size takes no longer than a thread takes to begin; it is computed in the
+            loop itself.
     """
 
     def __init__(
         self,
         compute: Callable[[K, list[W]], Sequence[R]],
+        pool: Executor,
         *,
         places: int = 1,
         most: int = 256,
         waiting: int = 1 << 20,
         together: bool = True,
+        brief: Callable[[K, int], bool] = lambda *_: False,
     ) -> None:
         self._compute = compute
+        self._pool = pool
         self._places = places
         self._most = most
         self._room = waiting
         self._together = together
-        self._lock = threading.Lock()
-        self._running = 0
+        self._brief = brief
+        self._running: set[asyncio.Future[Any]] = set()
         self._waiting: list[_Request[K, W, R]] = []  # in the order of their arrival
+        self._size = 0  # of all that wait
         self._turns: dict[str, int] = {}  # of holders that wait: the number of their last turn
         self._turn = 0
+        self._streams: set[Stream] = set()
+        self._waves = 0
+        self._tick: asyncio.TimerHandle | None = None
 
     @property
     def waiting(self) -> int:
         """How many requests wait."""
         return len(self._waiting)
 
-    def run(
-        self, key: K, work: W, *, size: int = 1, holder: str = "", active: Callable[[], bool] = lambda: True
+    def enter(self) -> Stream:
+        """A stream that waits for others, and others for it, where its requests come with it."""
+        stream = Stream()
+        if self._together:
+            self._streams.add(stream)
+        return stream
+
+    def leave(self, stream: Stream) -> None:
+        self._streams.discard(stream)
+        self._start()  # nobody waits for it any more
+
+    async def run(
+        self, key: K, work: W, *, size: int = 1, holder: str = "", stream: Stream | None = None
     ) -> tuple[R, float]:
-        """The result, and this request's share of the seconds that its batch took.
+        """The result, and this request's share of the seconds that its batch took. When it is cancelled it frees its
+        place in the queue at once; a batch that has begun goes on.
 
         Args:
             size: in the units of ``most`` and ``waiting``, such as rows.
             holder: who takes turns with others.
-            active: whether anybody still wants the result; asked before it is computed.
+            stream: whose request it is, of a number of a group as ``key``.
 
         Raises:
             LimitError: too much waits already.
-            TransportError: nobody wants the result any more.
         """
-        with self._lock:
-            if free := self._running < self._places:
-                self._running += 1
-            else:
-                if self._waiting and sum(other.size for other in self._waiting) + size > self._room:
-                    raise LimitError("too many requests wait for this server's processor: try again later")
-                request: _Request[K, W, R] = _Request(key, work, size, holder, active)
-                request.turn.acquire()
-                self._waiting.append(request)
-                self._turns.setdefault(holder, 0)
-        if free:
-            start = time.perf_counter()
-            try:
-                (result,) = self._compute(key, [work])
-            finally:
-                self._hand_on()
-            return result, time.perf_counter() - start
-        request.turn.acquire()
-        # Not kept: a request in a list of its own would be freed by the garbage collector alone, with its results.
-        batch, request.batch = request.batch, []
-        if batch:
-            self._lead(batch)
-        if request.error is not None:
-            raise request.error
-        return request.results[0], request.seconds
-
-    def _lead(self, batch: list[_Request[K, W, R]]) -> None:
-        start = time.perf_counter()
+        if self._waiting and self._size + size > self._room:
+            raise LimitError("too many requests wait for this server's processor: try again later")
+        request: _Request[K, W, R] = _Request(
+            key, work, size, holder, stream, asyncio.get_running_loop().create_future()
+        )
+        if stream is not None and isinstance(key, int):
+            now = time.monotonic()
+            stream.asks(key, now)
+            request.patience_ends = now + stream.patience
+        self._waiting.append(request)
+        self._size += size
+        self._turns.setdefault(holder, 0)
+        self._start()
         try:
-            results = self._compute(batch[0].key, [request.work for request in batch])
-            seconds, total = time.perf_counter() - start, sum(request.size for request in batch)
-            for request, result in zip(batch, results, strict=True):
-                request.results, request.seconds = [result], seconds * request.size / total
-        except BaseException as error:  # the others of the batch wait in their threads: it is theirs too
-            for request in batch:
-                request.error = error
+            return await request.ended
         finally:
-            self._hand_on()
-            for request in batch[1:]:
-                request.turn.release()
+            if not request.ended.done() or request.ended.cancelled():
+                self._forget([request])
+            if stream is not None:
+                stream.waiting, stream.answered = False, time.monotonic()
 
-    def _hand_on(self) -> None:
-        with self._lock:
-            batch = self._next()
-            if batch:
-                batch[0].batch = batch
+    def _forget(self, requests: Sequence[_Request[K, W, R]]) -> None:
+        for request in requests:
+            if request in self._waiting:
+                self._waiting.remove(request)
+                self._size -= request.size
+        if not self._waiting:
+            self._turns.clear()
+
+    def _start(self) -> None:
+        """Starts what may start."""
+        while batch := self._next():
+            key, works = batch[0].key, [request.work for request in batch]
+            if self._brief(key, sum(request.size for request in batch)):
+                try:
+                    done, error = self._timed(key, works), None
+                except Exception as raised:
+                    done, error = ([], 0.0), raised
+                self._end(batch, done, error)
+                continue
+            job = asyncio.get_running_loop().run_in_executor(self._pool, self._timed, key, works)
+            self._running.add(job)
+            job.add_done_callback(lambda job, batch=batch: self._end_job(batch, job))  # type: ignore[misc]
+
+    def _timed(self, key: K, works: list[W]) -> tuple[Sequence[R], float]:
+        start = time.perf_counter()
+        results = self._compute(key, works)
+        return results, time.perf_counter() - start
+
+    def _end_job(self, batch: list[_Request[K, W, R]], job: asyncio.Future[Any]) -> None:
+        self._running.discard(job)
+        error = job.exception()
+        self._end(batch, ([], 0.0) if error else job.result(), error)
+        self._start()
+
+    def _end(
+        self, batch: list[_Request[K, W, R]], done: tuple[Sequence[R], float], error: BaseException | None
+    ) -> None:
+        results, seconds = done
+        total = sum(request.size for request in batch)
+        for i, request in enumerate(batch):
+            if request.ended.done():  # cancelled
+                continue
+            if error is not None:
+                request.ended.set_exception(error)
             else:
-                self._running -= 1
-        if batch:
-            batch[0].turn.release()
+                request.ended.set_result((results[i], seconds * request.size / total))
 
     def _next(self) -> list[_Request[K, W, R]]:
-        if not self._waiting:
-            self._turns.clear()
+        ready = self._ready()
+        if not ready:
             return []
-        for request in [request for request in self._waiting if not request.active()]:
-            self._waiting.remove(request)
-            request.error = TransportError("the call ended before its turn came")
-            request.turn.release()
-        if not self._waiting:
-            self._turns.clear()
-            return []
-        first = min(self._waiting, key=lambda request: self._turns[request.holder])  # of equals the oldest
+        first = min(ready, key=lambda request: self._turns[request.holder])  # of equals the oldest
         self._turn += 1
         self._turns[first.holder] = self._turn
         batch, size = [first], first.size
-        for request in self._waiting if self._together else ():
+        for request in self._waiting if self._together and len(self._waiting) > 1 else ():
             if request is not first and request.key == first.key and size + request.size <= self._most:
                 batch.append(request)
                 size += request.size
-        for request in batch:
-            self._waiting.remove(request)
+        self._forget(batch)
+        if self._streams:
+            self._depart(batch)
         return batch
+
+    def _depart(self, batch: list[_Request[K, W, R]]) -> None:
+        """From here on its streams are in step."""
+        now = time.monotonic()
+        streams = [request.stream for request in batch if request.stream is not None]
+        if any(stream.first for stream in streams):
+            self._waves += 1
+            wave = self._waves
+        else:
+            wave = max((stream.wave for stream in streams), default=0)
+        for request in batch:
+            if (stream := request.stream) is not None:
+                stream.wave, stream.patience = wave, max(0.0, request.patience_ends - now)
+
+    def _ready(self) -> list[_Request[K, W, R]]:
+        """Those that wait for no place, and for no other stream."""
+        waiting = self._waiting
+        if len(self._running) >= self._places:
+            waiting = [request for request in waiting if self._brief(request.key, request.size)]
+        if len(self._streams) < 2 or not waiting:
+            return waiting
+        now = time.monotonic()
+        active = [stream for stream in self._streams if stream.expected(now)]
+        slowest = _SLOWER * min((stream.token_s for stream in active), default=0.0)
+        soonest, behind = math.inf, dict[int, int]()
+        for stream in active:
+            if not (stream.waiting and stream.first) and stream.token_s <= slowest:
+                soonest = min(soonest, stream.began + stream.token_s)
+            if not stream.first or not stream.waiting:
+                behind[stream.wave] = min(behind.get(stream.wave, stream.group), stream.group)
+
+        def waits(own: Stream, patience_ends: float) -> bool:
+            if patience_ends <= now:
+                return False
+            return soonest <= patience_ends if own.first else behind[own.wave] < own.group
+
+        ready = [one for one in waiting if one.stream is None or not waits(one.stream, one.patience_ends)]
+        if not ready and self._tick is None:
+            self._tick = asyncio.get_running_loop().call_later(_TICK_S, self._look_again)
+        return ready
+
+    def _look_again(self) -> None:
+        self._tick = None
+        self._start()

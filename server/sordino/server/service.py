@@ -1,40 +1,43 @@
-"""The gRPC service: turns messages into products. Of its clients it keeps the pages of open streams, and no more."""
+"""The gRPC service: turns messages into products. Of its clients it keeps the pages of open streams, and no more.
+
+Its calls run in one event loop. What takes longer than it takes to wake another thread is done in others, so that all
+streams go on meanwhile.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, TypeVar
 
-import grpc
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
-from sordino.server.auth import identity_of
 from sordino.server.blockkernels import Answer
 from sordino.server.blocks import Wanted
-from sordino.server.decoding import Waits
+from sordino.server.calls import Call, Waits
 from sordino.server.engine import Engine, LocalEngine
+from sordino.server.kernel import below_p
 from sordino.server.metrics import Metrics
 from sordino.server.pagepool import PageFile
 from sordino.server.pages import evaluate
 from sordino.server.pagestore import PageSession, PageStore, Policy
 from sordino.server.places import Places, Room
 from sordino.server.provision import return_memory
-from sordino.server.scheduler import Scheduler
+from sordino.server.scheduler import Scheduler, Stream
 from sordino.server.store import MatrixStore
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, RangeError, UnknownGroupError
 from sordino.shared.manifest import GroupSpec
 from sordino.shared.packing import BlockShape, Part
 from sordino.shared.pages import LEVELS, Level, N, Read, pack_answers
-from sordino.shared.ring import P
 from sordino.shared.rlwe import (
     PARAMS,
     RESIDUE_BITS,
@@ -49,12 +52,14 @@ from sordino.shared.rlwe import (
 )
 from sordino.shared.transport import BUNDLE_CHUNK_BYTES, DEFAULT_MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
 
-Context = grpc.ServicerContext
+T = TypeVar("T")
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sordino"].full_name
 
 _BATCH_ROWS = 256  # of a joint product; a wider request is done in pieces, so that others come in between
 _BATCH_BLOCKS = 8  # requests: each has megabytes
 _WAITING_ROWS = 1 << 18  # of all that wait together, in masked products
+_ALIGNED_ROWS = 16  # of a request whose stream waits for others, and they for it: decoding, not prefill
+_SPARE_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,17 +108,6 @@ class Limits:
             raise RangeError("--kv-policy spill and --kv-spill FOLDER belong together")
 
 
-class _Caller(NamedTuple):
-    """Whose a stream is, and whether it is still open."""
-
-    holder: str
-    active: Callable[[], bool]
-
-    @classmethod
-    def of(cls, context: Context) -> _Caller:
-        return cls(identity_of(context), context.is_active)
-
-
 class SordinoService(pb_grpc.SordinoServicer):
     """See ``sordino.proto`` for the calls.
 
@@ -148,20 +142,30 @@ class SordinoService(pb_grpc.SordinoServicer):
         self._parallel = torch.get_num_threads() > 1
         self._engine = engine = engine or LocalEngine(store, limits.max_encoded_bytes)
         together = limits.batching
+        # Threads begin when they are needed. Attention may wait in one for the pages of others.
+        threads = limits.max_attention + limits.max_provisioning + limits.max_downloads + _SPARE_THREADS
+        self._closed = False
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compute")
         self._products: Scheduler[int, U32, U32] = Scheduler(
             metrics.timed("masked", self._joint_product, len),
+            self._pool,
             places=engine.places,
+            brief=engine.is_brief,
             most=_BATCH_ROWS,
             waiting=_WAITING_ROWS,
             together=together,
         )
         self._blocks: Scheduler[Hashable, tuple[Wanted, bytes, U32], Answer] = Scheduler(
             metrics.timed("rlwe", self._joint_blocks, lambda work: work[0].part.shape.rows),
+            self._pool,
             most=_BATCH_BLOCKS,
             together=together,
         )
         self._masks: Scheduler[int, tuple[bytes, int, U32], tuple[U32, U32]] = Scheduler(
-            metrics.timed("masks", engine.masks, lambda work: work[2].shape[1]), most=_BATCH_ROWS, together=together
+            metrics.timed("masks", engine.masks, lambda work: work[2].shape[1]),
+            self._pool,
+            most=_BATCH_ROWS,
+            together=together,
         )
         self.pages = PageStore(
             limits.max_page_bytes,
@@ -177,10 +181,31 @@ class SordinoService(pb_grpc.SordinoServicer):
         """How many requests wait for a product."""
         return self._products.waiting + self._blocks.waiting + self._masks.waiting
 
+    def close(self) -> None:
+        """To be called when no call is open any more."""
+        self._closed = True
+        self._pool.shutdown()
+
+    def _afterwards(self, *functions: Callable[[], object]) -> None:
+        """In a thread, and nobody waits for it."""
+        for function in () if self._closed else functions:
+            self._pool.submit(function)
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Its result. When the call ends meanwhile, this still waits: the thread uses what the call gives back next."""
+        job = self._pool.submit(function, *arguments)
+        result = asyncio.wrap_future(job)
+        try:
+            return await asyncio.shield(result)
+        except asyncio.CancelledError:
+            if not job.cancel():
+                await asyncio.wait([result])
+            raise
+
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def GetManifest(self, request: pb.GetManifestRequest, context: Context) -> pb.GetManifestResponse:  # noqa: N802
-        del request, context
+    async def GetManifest(self, request: pb.GetManifestRequest, call: Call) -> pb.GetManifestResponse:  # noqa: N802
+        del request, call
         return pb.GetManifestResponse(
             manifest=self._store.manifest.to_json(),
             max_message_bytes=self._limits.max_message_bytes,
@@ -190,8 +215,7 @@ class SordinoService(pb_grpc.SordinoServicer):
             group_count=0 if self._store.is_whole else len(self._store.held),
         )
 
-    def FetchFile(self, request: pb.FetchFileRequest, context: Context) -> Iterator[pb.FileChunk]:  # noqa: N802
-        del context
+    async def FetchFile(self, request: pb.FetchFileRequest, call: Call) -> None:  # noqa: N802
         path = self._store.client_file(request.name)
         if path is None:
             raise UnknownGroupError("no such file in the client bundle")
@@ -201,53 +225,53 @@ class SordinoService(pb_grpc.SordinoServicer):
         with path.open("rb") as file:
             file.seek(request.offset)
             offset = request.offset
-            while data := file.read(min(BUNDLE_CHUNK_BYTES, self._limits.max_message_bytes)):
-                yield pb.FileChunk(offset=offset, data=data)
+            while data := await self._in_thread(file.read, min(BUNDLE_CHUNK_BYTES, self._limits.max_message_bytes)):
+                await call.write(pb.FileChunk(offset=offset, data=data))
                 offset += len(data)
 
-    def Provision(  # noqa: N802
-        self, request_iterator: Iterator[pb.ProvisionRequest], context: Context
-    ) -> Iterator[pb.ProvisionResponse]:
-        caller = _Caller.of(context)
+    async def Provision(self, requests: Call, call: Call) -> None:  # noqa: N802
         try:
-            for request in request_iterator:
+            async for request in requests:
                 kind = request.WhichOneof("kind")
                 if kind == "masks":
-                    c0, c1 = self._mask_products(request, caller)
+                    c0, c1 = await self._mask_products(request, call)
                 elif kind == "block":
-                    c0, c1, _ = self._block(request.group, request.seed, request.c0, request.block, caller)
+                    c0, c1, _ = await self._block(request.group, request.seed, request.c0, request.block, call)
                 else:
                     raise ProtocolError("a provisioning request holds masks or a block, this one neither")
                 self._metrics.provisioned()
-                yield pb.ProvisionResponse(group=request.group, c0=c0, c1=c1)
+                await call.write(pb.ProvisionResponse(group=request.group, c0=c0, c1=c1))
         finally:
-            self._engine.rest()
-            return_memory()
+            self._afterwards(self._engine.rest, return_memory)
 
-    def Evaluate(  # noqa: N802
-        self, request_iterator: Iterator[pb.EvaluateRequest], context: Context
-    ) -> Iterator[pb.EvaluateResponse]:
-        with _memory_returned():
-            opened, caller = False, _Caller.of(context)
-            answer = self._product
-            for request in request_iterator:
+    async def Evaluate(self, requests: Call, call: Call) -> None:  # noqa: N802
+        stream = self._products.enter()
+        try:
+            opened, encrypted = False, False
+            async for request in requests:
                 if not opened:
                     self._check_open(request)
-                    opened = True
-                    if request.open.protocol == pb.PROTOCOL_RLWE:
-                        answer = self._encrypted_product
-                    yield pb.EvaluateResponse(id=request.id)
+                    opened, encrypted = True, request.open.protocol == pb.PROTOCOL_RLWE
+                    await call.write(pb.EvaluateResponse(id=request.id))
                     continue
                 if request.HasField("open"):
                     raise ProtocolError("`open` belongs on the first message of a stream only")
-                yield answer(request, caller)
+                if encrypted:
+                    await call.write(await self._encrypted_product(request, call))
+                else:
+                    await call.write(await self._product(request, call, stream))
+        finally:
+            self._products.leave(stream)
+            self._afterwards(return_memory)
 
-    def Attend(  # noqa: N802
-        self, request_iterator: Iterator[pb.AttendRequest], context: Context
-    ) -> Iterator[pb.AttendResponse]:
-        with _memory_returned(), self.pages.session(identity_of(context)) as session:
+    async def Attend(self, requests: Call, call: Call) -> None:  # noqa: N802
+        # Whoever has the store's lock may be at work on a disk: the loop does not wait for it.
+        held, entered = self.pages.session(call.holder), list[PageSession]()
+        try:
+            await self._in_thread(lambda: entered.append(held.__enter__()))
+            (session,) = entered
             opened = False
-            for request in request_iterator:
+            async for request in requests:
                 if request.HasField("open") == opened:
                     raise ProtocolError("`open` belongs on the first message of a stream, and only there")
                 if not opened:
@@ -255,11 +279,13 @@ class SordinoService(pb_grpc.SordinoServicer):
                         raise ProtocolError("attention is protocol RLWE")
                     self._check_fingerprint(request.open)
                     opened = True
-                    yield pb.AttendResponse(id=request.id)
+                    await call.write(pb.AttendResponse(id=request.id))
                     continue
-                with self.pages.using(session):
-                    response = self._attend(request, session)
-                yield response
+                await call.write(await self._in_thread(self._attend, request, session))
+        finally:
+            if entered:
+                self._afterwards(lambda: held.__exit__(None, None, None))
+            self._afterwards(return_memory)
 
     # -- one request -------------------------------------------------------------------------------------------------
 
@@ -288,7 +314,7 @@ class SordinoService(pb_grpc.SordinoServicer):
             raise UnknownGroupError(f"group {index} is not here: this server has {held.start} to {held.stop - 1}")
         return groups[index]
 
-    def _product(self, request: pb.EvaluateRequest, caller: _Caller) -> pb.EvaluateResponse:
+    async def _product(self, request: pb.EvaluateRequest, call: Call, stream: Stream) -> pb.EvaluateResponse:
         group = self._group(request.group)
         expected = 4 * request.rows * group.in_features
         if not request.rows or len(request.data) != expected:
@@ -297,13 +323,17 @@ class SordinoService(pb_grpc.SordinoServicer):
             )
         self._bound_answer(4 * request.rows * group.out_features)
         rows = np.frombuffer(request.data, dtype="<u4").reshape(request.rows, group.in_features)
-        if int(rows.max()) >= P:
+        if not below_p(rows):
             raise RangeError("an element is not below p")
         parts, spent = [], 0.0
         for first in range(0, len(rows), _BATCH_ROWS):
             some = rows[first : first + _BATCH_ROWS]
-            product, seconds = self._products.run(
-                request.group, some, size=len(some), holder=caller.holder, active=caller.active
+            product, seconds = await self._products.run(
+                request.group,
+                some,
+                size=len(some),
+                holder=call.holder,
+                stream=stream if len(rows) <= _ALIGNED_ROWS else None,
             )
             parts.append(product)
             spent += seconds
@@ -319,27 +349,23 @@ class SordinoService(pb_grpc.SordinoServicer):
     def _joint_blocks(self, _: Hashable, several: list[tuple[Wanted, bytes, U32]]) -> list[Answer]:
         return self._engine.blocks(several[0][0], [(seed, c0) for _, seed, c0 in several])
 
-    def _encrypted_product(self, request: pb.EvaluateRequest, caller: _Caller) -> pb.EvaluateResponse:
-        c0, c1, seconds = self._block(request.group, request.seed, request.data, request.block, caller)
+    async def _encrypted_product(self, request: pb.EvaluateRequest, call: Call) -> pb.EvaluateResponse:
+        c0, c1, seconds = await self._block(request.group, request.seed, request.data, request.block, call)
         return pb.EvaluateResponse(id=request.id, data=c0, c1=c1, compute_us=_microseconds(seconds))
 
-    def _mask_products(self, request: pb.ProvisionRequest, caller: _Caller) -> tuple[bytes, bytes]:
+    async def _mask_products(self, request: pb.ProvisionRequest, call: Call) -> tuple[bytes, bytes]:
         points, group = request.masks.points, self._group(request.group)
         if not 1 <= points <= PARAMS.n or request.masks.block >= PARAMS.n:
             raise ProtocolError(f"a block has 1 to {PARAMS.n} points and an index below {PARAMS.n}")
         self._bound_answer(2 * packed_bytes(2 * points * group.planes * group.out_features))
-        c0 = _residues(request.seed, request.c0, (2, points, group.in_features))
-        (out0, out1), _ = self._masks.run(
-            request.group,
-            (request.seed, request.masks.block, c0),
-            size=points,
-            holder=caller.holder,
-            active=caller.active,
+        c0 = await self._in_thread(_residues, request.seed, request.c0, (2, points, group.in_features))
+        answer, _ = await self._masks.run(
+            request.group, (request.seed, request.masks.block, c0), size=points, holder=call.holder
         )
-        return pack(out0), pack(out1)
+        return await self._in_thread(_packed, answer)
 
-    def _block(
-        self, index: int, seed: bytes, packed: bytes, block: pb.BlockProduct, caller: _Caller
+    async def _block(
+        self, index: int, seed: bytes, packed: bytes, block: pb.BlockProduct, call: Call
     ) -> tuple[bytes, bytes, float]:
         group = self._group(index)
         filled = block.rows * block.inputs * block.outputs
@@ -359,15 +385,18 @@ class SordinoService(pb_grpc.SordinoServicer):
             block.rows, block.inputs, block.outputs, inputs.stop - inputs.start, outputs.stop - outputs.start
         )
         self._bound_answer(group.planes * shape.download_bytes(block.answer_bits))
-        c0 = _residues(seed, packed, (2, PARAMS.n, shape.input_blocks))
+        c0 = await self._in_thread(_residues, seed, packed, (2, PARAMS.n, shape.input_blocks))
         wanted = Wanted(index, block.transposed, Part(inputs, outputs, shape), block.answer_bits)
         bits = block.answer_bits or RESIDUE_BITS
-        (out0, out1), seconds = self._blocks.run(
-            wanted.key, (wanted, seed, c0), holder=caller.holder, active=caller.active
-        )
-        return pack(out0, bits), pack(out1, bits), seconds
+        answer, seconds = await self._blocks.run(wanted.key, (wanted, seed, c0), holder=call.holder)
+        out0, out1 = await self._in_thread(_packed, answer, bits)
+        return out0, out1, seconds
 
     def _attend(self, request: pb.AttendRequest, session: PageSession) -> pb.AttendResponse:
+        with self.pages.using(session):
+            return self._attention(request, session)
+
+    def _attention(self, request: pb.AttendRequest, session: PageSession) -> pb.AttendResponse:
         start = time.perf_counter()
         kind = request.WhichOneof("kind")
         if kind == "append":
@@ -414,15 +443,6 @@ class SordinoService(pb_grpc.SordinoServicer):
             )
 
 
-@contextmanager
-def _memory_returned() -> Iterator[None]:
-    """After a stream."""
-    try:
-        yield
-    finally:
-        return_memory()
-
-
 def _places(limits: Limits) -> Places:
     streams = {
         "Evaluate": Room("evaluation streams", limits.max_streams, limits.max_streams_per_identity),
@@ -448,6 +468,11 @@ def _residues(seed: bytes, packed: bytes, shape: tuple[int, ...], params: RlwePa
     if len(seed) != SEED_BYTES:
         raise ProtocolError(f"a seed has {SEED_BYTES} bytes, this one {len(seed)}")
     return unpack(packed, shape, params)
+
+
+def _packed(halves: Sequence[U32], bits: int = RESIDUE_BITS) -> tuple[bytes, bytes]:
+    c0, c1 = halves
+    return pack(c0, bits), pack(c1, bits)
 
 
 def _level(sent: pb.Ciphertexts) -> Level:

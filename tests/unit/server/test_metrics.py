@@ -19,6 +19,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from inprocess import InProcess
 from rich.console import Console
 
 from sordino.server import app, health
@@ -95,27 +96,25 @@ def test_calls_that_the_server_ends(bundles: Callable[..., Path]) -> None:
     metrics, limits = Metrics(), Limits(first_message_s=0.1)
     config = app.ServerConfig(bundle=bundles("llama"), tls=None, tokens=None, limits=limits)
     service = SordinoService(MatrixStore(config.bundle), limits, metrics=metrics)
-    server, _ = app.build_server(service, config, metrics)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
+    server = InProcess(service, config, metrics)
     silence = threading.Event()
 
     def requests() -> Iterator[bytes]:
         silence.wait(60)
         yield from ()
 
-    with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}", options=[("grpc.enable_http_proxy", 0)]) as channel:
         manifest = channel.unary_unary(f"/{SERVICE_NAME}/GetManifest")(b"", timeout=20)
         calls = [
             channel.stream_stream(f"/{SERVICE_NAME}/{name}")(requests(), timeout=20)
             for name in ("GetManifest", "FetchFile", "Evaluate")
         ]
         while not all(call.done() for call in calls):
-            service.waits.end_overdue()
+            server.do(service.waits.end_overdue)
             time.sleep(0.01)
         assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
         silence.set()
-    server.stop(0).wait(20)
+    server.close()
     value = metrics.registry.get_sample_value
     assert value("sordino_sent_bytes_total", {"method": "GetManifest"}) == len(manifest)
     assert value("sordino_client_calls_total", {"client": "anonymous"}) == 4

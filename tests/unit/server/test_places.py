@@ -10,9 +10,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+from inprocess import InProcess
 
 from sordino.server import app
-from sordino.server.auth import TokenFile
+from sordino.server.auth import TokenFile, identity_of
 from sordino.server.places import Places, Room
 from sordino.server.service import Limits, SordinoService
 from sordino.server.store import MatrixStore
@@ -24,19 +25,14 @@ HEALTH = "/grpc.health.v1.Health/Check"
 class Call:
     """What of a call a place looks at."""
 
-    def __init__(self, token: str, address: str) -> None:
-        self._token = token
-        self._address = address
+    def __init__(self, method: str, token: str, address: str) -> None:
+        self.method = method
+        self.holder = identity_of([("authorization", f"Bearer {token}")])
+        self.peer = address
         self.ended = False
 
-    def cancel(self) -> None:
+    def end(self, code: grpc.StatusCode, text: str) -> None:
         self.ended = True
-
-    def invocation_metadata(self) -> list[tuple[str, str]]:
-        return [("authorization", f"Bearer {self._token}")]
-
-    def peer(self) -> str:
-        return self._address
 
 
 def test_a_room_is_counted_by_holder_and_in_all() -> None:
@@ -44,7 +40,7 @@ def test_a_room_is_counted_by_holder_and_in_all() -> None:
 
     @contextmanager
     def held(method: str, token: str, address: str = "ipv4:10.0.0.1:1") -> Iterator[None]:
-        with places.hold(method, Call(token, address)):  # type: ignore[arg-type]
+        with places.hold(Call(method, token, address)):  # type: ignore[arg-type]
             yield
 
     with held("/a", "x"), held("/a", "x"):
@@ -71,12 +67,11 @@ def test_a_room_is_counted_by_holder_and_in_all() -> None:
 def test_only_calls_of_withdrawn_tokens_end(bundles: Callable[..., Path], tmp_path: Path) -> None:
     service = SordinoService(MatrixStore(bundles("llama")), Limits())
     file = TokenFile(tmp_path / "tokens.json")
-    kept, gone = (Call(file.issue(name), "ipv4:10.0.0.1:1") for name in ("kept", "gone"))
-    tokenless = Call("none", "ipv4:10.0.0.1:1")
-    calls = {kept: "/a", gone: "/a", tokenless: HEALTH}
+    kept, gone = (Call("/a", file.issue(name), "ipv4:10.0.0.1:1") for name in ("kept", "gone"))
+    calls = (kept, gone, Call(HEALTH, "none", "ipv4:10.0.0.1:1"))
     with ExitStack() as stack:
-        for call, method in calls.items():
-            stack.enter_context(service.places.hold(method, call))  # type: ignore[arg-type]
+        for call in calls:
+            stack.enter_context(service.places.hold(call))  # type: ignore[arg-type]
         app._end_withdrawn(service, file)
         assert not any(call.ended for call in calls)
         before = (tmp_path / "tokens.json").read_bytes()
@@ -99,11 +94,9 @@ def port(bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr(app, "_HANDSHAKE_MS", 500)
     monkeypatch.setattr(app, "_IDLE_MS", 500)
     config = app.ServerConfig(bundle=bundles("llama"), tls=None, tokens=None)
-    server, _ = app.build_server(SordinoService(MatrixStore(config.bundle), Limits()), config)
-    bound = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield bound
-    server.stop(0).wait(20)
+    server = InProcess(SordinoService(MatrixStore(config.bundle), Limits()), config)
+    yield server.port
+    server.close()
 
 
 @pytest.mark.parametrize("first", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"], ids=["silent", "idle"])

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import grpc
 import pytest
+from inprocess import InProcess
 from stack import masks_message, opening, rows_message
 
-from sordino.server.app import SERVICE_NAME, ServerConfig, build_server
+from sordino.server.app import SERVICE_NAME, ServerConfig
 from sordino.server.service import Limits, SordinoService
 from sordino.server.store import MatrixStore
 from sordino.shared.manifest import ModelManifest
@@ -47,23 +48,21 @@ class Served(NamedTuple):
 def served(bundles: Callable[..., Path]) -> Iterator[Served]:
     bundle = bundles("llama")
     service = SordinoService(MatrixStore(bundle), LIMITS)
-    server, _ = build_server(service, ServerConfig(bundle=bundle, tls=None, tokens=None, limits=LIMITS))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
+    server = InProcess(service, ServerConfig(bundle=bundle, tls=None, tokens=None, limits=LIMITS))
     ended, hold = threading.Event(), threading.Event()
 
     def tend() -> None:
         while not ended.wait(0.05):
-            service.waits.end_overdue()
+            server.do(service.waits.end_overdue)
 
     tending = threading.Thread(target=tend)
     tending.start()
-    with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}", options=[("grpc.enable_http_proxy", 0)]) as channel:
         yield Served(service, channel, ModelManifest.load(bundle), hold)
         hold.set()
     ended.set()
     tending.join()
-    server.stop(0).wait(20)
+    server.close()
 
 
 def end_of(call: Any) -> tuple[grpc.StatusCode, str]:

@@ -5,6 +5,7 @@
     OUT/manifest.json            what both sides check
     OUT/client/                  config, tokenizer, client.safetensors
     OUT/server/weights.safetensors   one int8 tensor per group (more files above 2 GiB)
+    OUT/server/slices.json       digests of each matrix's parts (sordino.server.slices)
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 
+from sordino.server.slices import slice_digests, write_slices
 from sordino.server.split.discovery import Group, iter_members
 from sordino.server.split.load import Loaded
 from sordino.server.split.quantise import Quantised, norms, to_planes
@@ -195,9 +197,13 @@ def _write_server(
             used = 0
         shards[-1].append(group)
         used += size
+    digests: dict[str, list[str]] = {}
     for index, shard in enumerate(shards, start=1):
         name = "weights.safetensors" if len(shards) == 1 else f"weights-{index:05d}-of-{len(shards):05d}.safetensors"
-        save_file({group.name: to_planes(weights[group.name].values, bits) for group in shard}, server / name)
+        matrices = {group.name: to_planes(weights[group.name].values, bits) for group in shard}
+        save_file(matrices, server / name)
+        digests |= {key: slice_digests(matrix, 1 if bits == 8 else 2) for key, matrix in matrices.items()}
+    write_slices(server, digests)
 
 
 def _open_modes(stage: Path) -> None:
