@@ -33,6 +33,17 @@ def test_cold_start(bundles: Callable[..., Path], tmp_path: Path) -> None:
     assert runs[1]["masks_left"] == 0
 
 
+def test_collectives(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(ROOT / "bench" / "collectives.py"), "--ranks", "2", "--repeats", "2"]
+    done = subprocess.run([*command, "--json", str(out)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(out.read_text())["results"]
+    assert [result["ranks"] for result in results] == [2] * 5
+    assert all(result["ratio"] > 0 for result in results)
+    assert list(tmp_path.iterdir()) == [out]
+
+
 def test_planner() -> None:
     matrix = RingMatrix(torch.ones((60, 90), dtype=torch.int8), 1, choose_kernel(torch.device("cpu")))
     measured = [
