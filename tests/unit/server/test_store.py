@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from sordino.server.kernel import RingMatrix
-from sordino.server.slices import SLICES_NAME, share, slice_digests, write_slices
+from sordino.server.slices import SLICES_NAME, check_slices, share, slice_digests, write_slices
 from sordino.server.store import MatrixStore
 from sordino.shared.errors import BundleError, RangeError
 from sordino.shared.manifest import MANIFEST_NAME, SERVER_DIR, GroupSpec, MemberSpec, ModelManifest, sha256_file
@@ -139,7 +139,7 @@ def bundle_of(folder: Path, matrix: torch.Tensor, planes: int, l1_max: int) -> P
 @pytest.mark.parametrize("planes", [1, 2])
 def test_l1_max_is_that_of_the_rows_held(tmp_path: Path, planes: int) -> None:
     matrix = torch.randint(-100, 101, (planes, 40, 300), generator=torch.Generator().manual_seed(1)).to(torch.int8)
-    matrix[:, 25] = 110  # a row of the second half
+    matrix[:, 25, ::2], matrix[:, 25, 1::2] = 110, -110  # a row of the second half
     whole = matrix[0].long() if planes == 1 else matrix[0].long() + 256 * matrix[1].long()
     largest = int(whole.abs().sum(dim=1).max())
     assert largest == 300 * 110 * (1 if planes == 1 else 257)
@@ -182,12 +182,30 @@ def test_a_rank_touches_the_pages_of_its_share_alone(tmp_path: Path) -> None:
     assert resident(bundle / WEIGHTS) >= 32 << 20
 
 
-def test_ranks_of_one_bundle_have_a_digest_in_common(bundle: Path, tmp_path: Path) -> None:
+def test_the_rest_of_a_matrix_is_checked_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = MatrixStore(bundle, shard=(0, 2)).whole
+    checked: list[str] = []
+
+    def counted(group: GroupSpec, *rest: Any) -> int:
+        checked.append(group.name)
+        return check_slices(group, *rest)
+
+    monkeypatch.setattr("sordino.server.store.check_slices", counted)
+    groups = ModelManifest.load(bundle).groups
+    assert len(whole) == len(groups)
+    for _ in range(2):
+        for index in whole:
+            assert whole[index].out_features == groups[index].out_features
+    assert checked == [group.name for group in groups]
+
+
+def test_ranks_of_one_bundle_have_a_digest_in_common(bundle: Path) -> None:
     stores = [MatrixStore(bundle, shard=(rank, 2), verify=False) for rank in range(2)]
     assert stores[0].digest(1, 2) == stores[1].digest(1, 2) != stores[0].digest(0, 2)
     assert MatrixStore(bundle, layers=(0, 0), shard=(1, 2)).digest(1, 2) != stores[0].digest(1, 2)
-    other = bundle_of(tmp_path / "other", torch.ones((4, 8), dtype=torch.int8), 1, 8)
-    assert MatrixStore(other, shard=(1, 2)).digest(1, 2) != stores[0].digest(1, 2)
+    renamed = dataclasses.replace(stores[0].manifest, model_name="other")
+    (bundle / MANIFEST_NAME).write_bytes(renamed.to_json())
+    assert MatrixStore(bundle, shard=(1, 2)).digest(1, 2) != stores[0].digest(1, 2)
 
 
 @pytest.mark.parametrize(
