@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 from stack import ServerProcess, answer, connect_to
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
 
 pytestmark = pytest.mark.slow
 
@@ -27,24 +30,29 @@ _PIPE_BYTES = 100_000_000  # of Ray's object store, through which nothing large 
 class FleetProcess(ServerProcess):
     """``sordino serve --engine ray``; its target names all replicas."""
 
-    def __init__(self, bundle: Path, tmp: Path, cluster: str) -> None:
+    def __init__(self, bundle: Path, tmp: Path, cluster: Cluster, ranks: int = RANKS) -> None:
         super().__init__(bundle, tmp)
         self._cluster = cluster
+        self._ranks = ranks
         self.targets: list[str] = []
 
     def start(self) -> None:
         command = [Path(sys.executable).with_name("sordino"), "serve", self.bundle, "--state", self.state]
-        command += ["--engine", "ray", "--ray-address", self._cluster, "--port", "0", "--threads", "1"]
-        command += ["--replicas", str(REPLICAS), "--tensor-parallel", str(RANKS)]
+        command += ["--engine", "ray", "--ray-address", self._cluster.address, "--port", "0", "--threads", "1"]
+        command += ["--replicas", str(REPLICAS), "--tensor-parallel", str(self._ranks)]
         with (self._tmp / "server.log").open("ab") as log:
             self._process = subprocess.Popen([str(part) for part in command], stdout=log, stderr=log)
+        self.wait_until_it_serves(1)
+
+    def wait_until_it_serves(self, times: int) -> None:
+        """Until it has said for so many times where it is."""
         deadline = time.monotonic() + START_S
-        while not (said := re.search(r"^serving on (\S+)$", self.log(), re.MULTILINE)):
-            if self._process.poll() is not None or time.monotonic() > deadline:
+        while len(said := re.findall(r"^serving on (\S+)$", self.log(), re.MULTILINE)) < times:
+            if not self.running or time.monotonic() > deadline:
                 self.close()
-                raise AssertionError(f"the fleet did not start:\n{self.log()[-4000:]}")
+                raise AssertionError(f"the fleet does not serve:\n{self.log()[-4000:]}")
             time.sleep(0.1)
-        self.targets = said[1].split(",")
+        self.targets = said[-1].split(",")
 
     @property
     def target(self) -> str:
@@ -64,11 +72,16 @@ class FleetProcess(ServerProcess):
 
 
 def _rank(process: psutil.Process) -> int | None:
+    """The number of a rank, None of any other process."""
     try:
-        number = process.environ().get("RANK") if "sordino.server.ray_engine" in process.cmdline() else None
+        return int(process.environ().get("RANK", 0)) if "sordino.server.ray_engine" in process.cmdline() else None
     except psutil.Error:
         return None
-    return None if number is None else int(number)
+
+
+def _node(rank: psutil.Process) -> int:
+    """The process of a rank's node, which is its actor's parent."""
+    return int(rank.parent().parent().pid)
 
 
 def _listens(process: psutil.Process) -> set[int]:
@@ -76,8 +89,8 @@ def _listens(process: psutil.Process) -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """The address of a Ray cluster whose two nodes have room for all ranks each."""
+def cluster() -> Iterator[Cluster]:
+    """Two nodes, each with room for all ranks."""
     # Not below the folder of the tests: names of sockets are short.
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(prefix="ray-") as folder:
         patch.setenv("RAY_TMPDIR", folder)
@@ -92,14 +105,14 @@ def cluster() -> Iterator[str]:
         made = Cluster(initialize_head=True, head_node_args=options)
         try:
             made.add_node(**options)
-            yield made.address
+            yield made
         finally:
             made.shutdown()
 
 
 @pytest.fixture(scope="module")
 def fleet(
-    bundles: Callable[..., Path], cluster: str, tmp_path_factory: pytest.TempPathFactory
+    bundles: Callable[..., Path], cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FleetProcess]:
     with FleetProcess(bundles("llama"), tmp_path_factory.mktemp("fleet"), cluster) as process:
         yield process
@@ -118,9 +131,8 @@ def test_replicas_lie_on_different_nodes_and_the_ranks_of_one_together(fleet: Fl
     for target in fleet.targets:
         ranks = fleet.replica(target)
         assert sorted(ranks) == list(range(RANKS))
-        raylets = {one.parent().parent().pid for one in ranks.values()}  # the rank's actor, and the actor's node
-        assert len(raylets) == 1
-        nodes.append(raylets.pop())
+        (node,) = {_node(one) for one in ranks.values()}
+        nodes.append(node)
     assert len(set(nodes)) == REPLICAS
 
 
@@ -176,3 +188,36 @@ def test_a_signal_ends_all_replicas(fleet: FleetProcess) -> None:
     gone, alive = psutil.wait_procs([*ranks, *actors], timeout=30)
     assert len(gone) == 2 * len(ranks), alive
     assert "Traceback" not in fleet.log()
+
+
+def test_a_folder_that_nodes_do_not_share(bundles: Callable[..., Path], cluster: Cluster, tmp_path: Path) -> None:
+    """Seen from the command and from an actor, this is one path and two folders."""
+    command = [Path(sys.executable).with_name("sordino"), "serve", bundles("llama"), "--engine", "ray", "--port", "0"]
+    command += ["--ray-address", cluster.address, "--state", "/proc/self/cwd/state"]
+    ended = subprocess.run(
+        [str(part) for part in command], cwd=tmp_path, capture_output=True, text=True, timeout=START_S
+    )
+    assert ended.returncode == 1
+    assert "error: SordinoError: node" in ended.stderr
+    assert "are in a folder that all nodes share" in ended.stderr
+
+
+def test_a_replica_moves_when_its_node_dies(
+    bundles: Callable[..., Path], cluster: Cluster, wanted: list[int], tmp_path: Path
+) -> None:
+    """The last test: this node comes back no more."""
+    (node,) = cluster.worker_nodes
+    (lost,) = (info.process.pid for info in node.all_processes["raylet"])
+    with FleetProcess(bundles("llama"), tmp_path / "fleet", cluster, ranks=1) as fleet:
+        before = fleet.targets
+        (gone,) = (one for one in fleet.ranks() if _node(one) == lost)
+        kept = next(target for target in before if int(target.rpartition(":")[2]) not in _listens(gone))
+        cluster.remove_node(node, allow_graceful=False)
+        fleet.wait_until_it_serves(2)
+        assert kept in fleet.targets
+        assert fleet.targets != before
+        assert lost not in {_node(one) for one in fleet.ranks()}
+        for number, target in enumerate(fleet.targets):
+            with (connected := connect_to(fleet, tmp_path / str(number), target=target)).session:
+                assert answer(connected, tokens=TOKENS) == wanted
+        assert fleet.terminate(90) == 0

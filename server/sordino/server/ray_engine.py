@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -42,6 +43,8 @@ _SPREAD_S: Final = 5.0  # for room on a node that has no replica yet
 _ROOM_S: Final = 300.0  # for any room: a cluster that grows takes minutes
 _PARENT: Final = "SORDINO_PARENT"
 _MAX_PORT: Final = 65_535
+_AUTO: Final = "auto"
+_REACH_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +162,8 @@ def rank_environment(rank: int, ranks: int, master: tuple[str, int]) -> dict[str
 class Rank:
     """An actor: the process of one rank, on this node."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._folder = TemporaryDirectory(prefix="sordino-rank-")
         self._port_file = Path(self._folder.name) / "port"
         self._process: asyncio.subprocess.Process | None = None
@@ -168,7 +172,7 @@ class Rank:
         """This node's id and address, and a port that is free there."""
         import ray
 
-        host: str = ray.util.get_node_ip_address()
+        host = _host()
         return ray.get_runtime_context().get_node_id(), host, address.free_port(host)
 
     async def start(self, arguments: Sequence[str], environment: dict[str, str], shared: Shared) -> None:
@@ -177,8 +181,7 @@ class Rank:
         Raises:
             SordinoError: see :meth:`Shared.check`.
         """
-        _, host, _ = await self.where()
-        shared.check(host)
+        shared.check(_host())
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "sordino.server.ray_engine", *arguments, "--port-file", str(self._port_file)),
             env={**os.environ, **environment, _PARENT: str(os.getpid())},
@@ -206,6 +209,10 @@ class Rank:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
+
+    def __repr__(self) -> str:
+        """What Ray puts before each line of its log."""
+        return self._name
 
     @property
     def _started(self) -> asyncio.subprocess.Process:
@@ -337,7 +344,7 @@ class _Replica:
                 num_gpus=wanted.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
             )
-            .remote()
+            .remote(f"replica {self._number}, rank {bundle}")
             for bundle in range(self._fleet.ranks)
         ]
         async with asyncio.timeout(_START_S):
@@ -398,15 +405,16 @@ def joined(cluster: str) -> Iterator[None]:
     Raises:
         SordinoError: Ray is not installed, or there is no such cluster.
     """
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # before Ray is imported
+    # Read when Ray is imported: nothing is told to its makers, and a log has all its lines and no colours.
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
     try:
         import ray
     except ModuleNotFoundError as error:
         raise SordinoError(
             f"--engine ray needs the extra: pip install 'sordino[ray]' (no module {error.name})"
         ) from error
-    if cluster.startswith("ray://"):
-        raise SordinoError("--ray-address is host:port or auto, not ray://: run this on a machine of the cluster")
+    if cluster != _AUTO:
+        _check_cluster(cluster)
     try:
         ray.init(address=cluster, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -457,11 +465,35 @@ async def _run(fleet: Fleet, ready: Callable[[Sequence[str]], None]) -> None:
         task.result()
 
 
+def _check_cluster(cluster: str) -> None:
+    """Whether anybody listens there: Ray would try for minutes.
+
+    Raises:
+        SordinoError: nobody does, or it is no ``host:port``.
+    """
+    host, _, port = cluster.rpartition(":")
+    if not (host and port.isdecimal() and int(port) <= _MAX_PORT) or "/" in host:
+        raise SordinoError(f"--ray-address is host:port of the cluster, or auto, not {cluster!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise SordinoError(f"no Ray cluster at {cluster}, `ray start --head` makes one: {reason}") from error
+
+
 def _nodes() -> dict[str, str]:
     """Addresses of the cluster's nodes that are alive, by id."""
     import ray
 
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
+def _host() -> str:
+    """This node's address, as the others reach it."""
+    import ray
+
+    host: str = ray.util.get_node_ip_address()
+    return host
 
 
 def _sha256(path: Path) -> str:

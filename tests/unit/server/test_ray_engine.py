@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,12 +116,28 @@ def test_replicas_want_a_cluster(tmp_path: Path) -> None:
     assert "--engine ray" in str(result.exception)
 
 
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray is told by the environment, and is not after a test."""
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_DEDUP_LOGS", "RAY_COLOR_PREFIX"):
+        monkeypatch.setenv(name, "1")
+
+
+@pytest.mark.usefixtures("environment")
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # importing it is a ModuleNotFoundError
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
     with pytest.raises(SordinoError, match=r"pip install 'sordino\[ray\]'"), joined("auto"):
         pass
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0", "said before Ray could be imported"
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("cluster", ["ray://192.0.2.7:10001", "192.0.2.7", "192.0.2.7:gcs", ":6379", "127.0.0.1:1"])
+def test_a_cluster_that_is_none(monkeypatch: pytest.MonkeyPatch, cluster: str) -> None:
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # one that can do nothing: it is not asked
+    said = "no Ray cluster at" if cluster.startswith("127.") else "host:port"
+    with pytest.raises(SordinoError, match=said), joined(cluster):
+        pass
 
 
 @pytest.fixture
