@@ -105,7 +105,7 @@ class MatrixStore:
             self.manifest = ModelManifest.load(bundle)
             self.held = held_groups(self.manifest, layers)
             self._groups = [self.manifest.groups[index] for index in self.held]
-            self._check_sizes()
+            self._check_sizes(SERVER_DIR, self.manifest.server_files)
         self.device = torch.device(device)
         self.shard = shard
         with self._timed("files"):
@@ -153,16 +153,16 @@ class MatrixStore:
         rows = planes[:, share(whole.out_features, number, count)]
         return RingMatrix(rows.reshape(-1, whole.in_features).to(self.device), whole.planes, self.kernel)
 
-    def _check_sizes(self) -> None:
-        for folder, files in ((CLIENT_DIR, self.manifest.client_files), (SERVER_DIR, self.manifest.server_files)):
-            for name, spec in files.items():
-                path = self.bundle / folder / name
-                if not path.is_file():
-                    raise BundleError(f"{folder}/{name} is missing from the bundle")
-                if path.stat().st_size != spec.size:
-                    raise BundleError(f"{folder}/{name} was changed after the split: its size is not the manifest's")
+    def _check_sizes(self, folder: str, files: Mapping[str, FileSpec]) -> None:
+        for name, spec in files.items():
+            path = self.bundle / folder / name
+            if not path.is_file():
+                raise BundleError(f"{folder}/{name} is missing from the bundle")
+            if path.stat().st_size != spec.size:
+                raise BundleError(f"{folder}/{name} was changed after the split: its size is not the manifest's")
 
     def _verify(self) -> None:
+        self._check_sizes(CLIENT_DIR, self.manifest.client_files)
         for name, spec in self.manifest.client_files.items():
             self._hash(CLIENT_DIR, name, spec)
         if self._slices is None:

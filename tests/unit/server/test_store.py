@@ -262,13 +262,20 @@ def test_a_bundle_without_slices_is_hashed_whole(bundle: Path) -> None:
 
 @pytest.mark.parametrize("name", [WEIGHTS, f"{SERVER_DIR}/{SLICES_NAME}", "client/config.json"])
 def test_a_file_that_is_cut_or_gone_is_refused(bundle: Path, name: str) -> None:
-    raw = (bundle / name).read_bytes()
-    (bundle / name).write_bytes(raw[:-1])
+    verify = name.startswith("client")  # those are of no use to a rank that no client talks to
+    (bundle / name).write_bytes((bundle / name).read_bytes()[:-1])
     with pytest.raises(BundleError, match=re.escape(name)):
-        MatrixStore(bundle, shard=(1, 2), verify=False)
+        MatrixStore(bundle, shard=(1, 2), verify=verify)
     (bundle / name).unlink()
     with pytest.raises(BundleError, match=f"{re.escape(name)} is missing"):
-        MatrixStore(bundle, shard=(1, 2), verify=False)
+        MatrixStore(bundle, shard=(1, 2), verify=verify)
+
+
+def test_a_rank_that_no_client_talks_to_needs_no_files_for_clients(bundle: Path) -> None:
+    shutil.rmtree(bundle / "client")
+    assert MatrixStore(bundle, shard=(1, 2), verify=False).matrices
+    with pytest.raises(BundleError, match=r"client/.* is missing"):
+        MatrixStore(bundle, shard=(0, 2))
 
 
 @pytest.mark.parametrize("place", [0, 7, 8, 20])
