@@ -23,7 +23,8 @@ from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server import address, parallel
 from sordino.server.auth import TokenFile
 from sordino.server.calls import CallInterceptor
-from sordino.server.health import DRAINING, LOADING, RANK, TOKENS, Readiness, SelfCheck, pages
+from sordino.server.health import DEAF, DRAINING, LOADING, RANK, TOKENS, Readiness, SelfCheck, pages
+from sordino.server.logs import keep_strangers_out
 from sordino.server.metrics import Metrics
 from sordino.server.provision import few_arenas, return_memory
 from sordino.server.service import SERVICE_NAME, Limits, SordinoService
@@ -97,6 +98,7 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
     Raises:
         SordinoError: the bundle is damaged, or the port cannot be had.
     """
+    keep_strangers_out()
     _raise_file_limit()
     few_arenas()
     metrics, readiness = Metrics(), Readiness(LOADING)
@@ -143,12 +145,15 @@ async def _serve(
 
     readiness.listen(tell)
 
+    # Its end without a signal, of a fault in gRPC, must not leave a process behind that listens to nobody.
+    listening = asyncio.ensure_future(server.wait_for_termination())
+
     def tend() -> bool:
         service.waits.end_overdue()
         check.notice_hang()
         if tokens:
             readiness.set(TOKENS, holds=not _end_withdrawn(service, tokens))
-        return ranks is None or not ranks.lost
+        return not listening.done() and (ranks is None or not ranks.lost)
 
     def serving() -> None:
         readiness.clear(LOADING)
@@ -159,6 +164,9 @@ async def _serve(
         readiness.fail(RANK)
         await server.stop(_LAST_WORDS_S)
         raise SordinoError("a rank of this server is gone, and with it a part of each matrix: start all ranks anew")
+    if listening.done():
+        readiness.fail(DEAF)
+        raise SordinoError("the gRPC server has ended by itself, after an error in the log: start it anew")
     log.info("draining: no new streams, at most %.0f s for the running ones", config.grace_s)
     readiness.fail(DRAINING)
     stopped = asyncio.ensure_future(server.stop(config.grace_s))

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 # A health stream needs no token and has no end; clients that miss it take the server for healthy, or ask with Check.
-_REFUSED: Final = "/grpc.health.v1.Health/Watch"
+_REFUSED: Final = ("/grpc.health.v1.Health/Watch", "/grpc.health.v1.Health/List")
 _TOKENLESS_S: Final = 2.0
 _FAREWELL_S: Final = 20.0  # for the status to go out, behind answers that are not read
 _DRAINING: Final = "the server is shutting down: try another replica, or again later"
@@ -210,7 +210,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         method = handler_call_details.method
         handler: Any = await continuation(handler_call_details)
-        if handler is None or method == _REFUSED:
+        if handler is None or method in _REFUSED:
             self._metrics.unknown_call()
             return None
         first_s, later_s, answer_s = self._seconds.get(method, self._usual)
@@ -224,7 +224,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             with self._metrics.call(method, client, call.peer) as ended:
                 try:
                     if refusal:
-                        raise refusal
+                        raise AuthError(refusal)
                     self._waits.refuse_when_draining()  # rather than for want of a place that is about to be free
                     with self._places.hold(call):
                         await _handle(handler, call)
@@ -240,18 +240,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return grpc.stream_stream_rpc_method_handler(serve)
 
-    def _admit(self, method: str, context: Any) -> tuple[str, AuthError | None]:
-        """The name of the call's token, or why it may not enter."""
+    def _admit(self, method: str, context: Any) -> tuple[str, str]:
+        """The name of the call's token, and why it may not enter."""
         if is_open(method):
-            return NOBODY, None
+            return NOBODY, ""
         if self._tokens is None:
-            return ANONYMOUS, None
+            return ANONYMOUS, ""
         try:
-            return printable(self._tokens.verify(bearer(context.invocation_metadata()))), None
+            return printable(self._tokens.verify(bearer(context.invocation_metadata()))), ""
         except AuthError as error:
-            return NOBODY, error
+            return NOBODY, str(error)
         except OSError:
-            return NOBODY, AuthError("the server's token file cannot be read: its operator must mend it")
+            return NOBODY, "the server's token file cannot be read: its operator must mend it"
 
 
 async def _handle(handler: Any, call: Call) -> None:

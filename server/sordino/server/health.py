@@ -35,6 +35,7 @@ LOADING: Final = "the bundle is being loaded"
 DRAINING: Final = "the server is shutting down"
 TOKENS: Final = "the token file cannot be read, so nobody new can enter"
 RANK: Final = "a rank of this server is gone"
+DEAF: Final = "the server listens no more"
 KERNEL: Final = "the kernel fails its known-answer test"
 STUCK: Final = "the server's look at itself does not end: a device or a file system hangs"
 _LOOK_S: Final = 1.0

@@ -1,4 +1,4 @@
-"""Log lines for machines: one JSON object a line."""
+"""Log lines for machines: one JSON object a line; and what is kept out of any log."""
 
 from __future__ import annotations
 
@@ -34,6 +34,20 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
         return json.dumps(line)
+
+
+class _WithoutStrangers(logging.Filter):
+    """gRPC writes what it cannot decode, a token too, with a trace: of any stranger's path and headers."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(("Invalid encoding", "Unexpected [UnicodeDecodeError]"))
+
+
+def keep_strangers_out() -> None:
+    """From now on no bytes of a call's head come into the log."""
+    logger = logging.getLogger("grpc._cython.cygrpc")
+    if not any(isinstance(known, _WithoutStrangers) for known in logger.filters):
+        logger.addFilter(_WithoutStrangers())
 
 
 class _Notes(io.TextIOBase):

@@ -57,28 +57,35 @@ class Stream:
         waiting: its request has no answer yet; answered: when the last one had.
         began, token_s: its token, and how long the one before took.
         turn_s: from an answer to the next request, smoothed.
-        patience: seconds for which it may still wait for others.
+        patience: seconds for which it may still wait for others. waited: for which it has, in this token.
     """
 
-    __slots__ = ("answered", "began", "first", "group", "patience", "token_s", "turn_s", "waiting", "wave")
+    __slots__ = ("answered", "began", "first", "group", "patience", "token_s", "turn_s", "waited", "waiting", "wave")
 
     def __init__(self) -> None:
         self.group, self.first, self.wave = -1, False, 0
         self.waiting = False
-        self.began = self.answered = self.patience = self.turn_s = 0.0
+        self.began = self.answered = self.patience = self.turn_s = self.waited = 0.0
         self.token_s = math.inf
 
     def asks(self, group: int, now: float) -> None:
         self.first = group <= self.group
         if self.first:
-            self.token_s = now - self.began
-            self.patience = min(self.patience + _SHARE * self.token_s, _SAVED * self.token_s, _MOST_S)
-            self.began = now
+            # Without what its client rests between two answers.
+            self.token_s = min(now, self.answered + self.turn_s) - self.began
+            own = max(0.0, self.token_s - self.waited)
+            self.patience = min(self.patience + _SHARE * own, _SAVED * own, _MOST_S)
+            self.began, self.waited = now, 0.0
         elif not self.began:
             self.began = now
         else:
             self.turn_s += 0.2 * (now - self.answered - self.turn_s)
         self.group, self.waiting = group, True
+
+    def departs(self, patience: float) -> None:
+        """Its request is computed now, with so much patience left."""
+        self.waited += self.patience - patience
+        self.patience = patience
 
     def expected(self, now: float) -> bool:
         return self.waiting or now - self.answered < _LATE * self.turn_s + _TICK_S
@@ -122,6 +129,7 @@ class Scheduler(Generic[K, W, R]):
         self._turn = 0
         self._streams: set[Stream] = set()
         self._waves = 0
+        self._closed = False
         self._tick: asyncio.TimerHandle | None = None
 
     @property
@@ -139,6 +147,10 @@ class Scheduler(Generic[K, W, R]):
     def leave(self, stream: Stream) -> None:
         self._streams.discard(stream)
         self._start()  # nobody waits for it any more
+
+    def close(self) -> None:
+        """Starts nothing any more; for the end of the server."""
+        self._closed = True
 
     async def run(
         self, key: K, work: W, *, size: int = 1, holder: str = "", stream: Stream | None = None
@@ -185,7 +197,7 @@ class Scheduler(Generic[K, W, R]):
 
     def _start(self) -> None:
         """Starts what may start."""
-        while batch := self._next():
+        while not self._closed and (batch := self._next()):
             key, works = batch[0].key, [request.work for request in batch]
             if self._brief(key, sum(request.size for request in batch)):
                 try:
@@ -226,12 +238,15 @@ class Scheduler(Generic[K, W, R]):
         ready = self._ready()
         if not ready:
             return []
+        placed = len(self._running) < self._places
         first = min(ready, key=lambda request: self._turns[request.holder])  # of equals the oldest
         self._turn += 1
         self._turns[first.holder] = self._turn
         batch, size = [first], first.size
         for request in self._waiting if self._together and len(self._waiting) > 1 else ():
-            if request is not first and request.key == first.key and size + request.size <= self._most:
+            if request is first or request.key != first.key or size + request.size > self._most:
+                continue
+            if placed or self._brief(request.key, size + request.size):
                 batch.append(request)
                 size += request.size
         self._forget(batch)
@@ -250,7 +265,8 @@ class Scheduler(Generic[K, W, R]):
             wave = max((stream.wave for stream in streams), default=0)
         for request in batch:
             if (stream := request.stream) is not None:
-                stream.wave, stream.patience = wave, max(0.0, request.patience_ends - now)
+                stream.wave = wave
+                stream.departs(max(0.0, request.patience_ends - now))
 
     def _ready(self) -> list[_Request[K, W, R]]:
         """Those that wait for no place, and for no other stream."""

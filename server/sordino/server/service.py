@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -182,9 +183,11 @@ class SordinoService(pb_grpc.SordinoServicer):
         return self._products.waiting + self._blocks.waiting + self._masks.waiting
 
     def close(self) -> None:
-        """To be called when no call is open any more."""
+        """To be called when no call is open any more. Threads end by themselves when their work is done."""
         self._closed = True
-        self._pool.shutdown()
+        for scheduler in (self._products, self._blocks, self._masks):
+            scheduler.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _afterwards(self, *functions: Callable[[], object]) -> None:
         """In a thread, and nobody waits for it."""
@@ -195,17 +198,28 @@ class SordinoService(pb_grpc.SordinoServicer):
         """Its result. When the call ends meanwhile, this still waits: the thread uses what the call gives back next."""
         job = self._pool.submit(function, *arguments)
         result = asyncio.wrap_future(job)
-        try:
-            return await asyncio.shield(result)
-        except asyncio.CancelledError:
-            if not job.cancel():
-                await asyncio.wait([result])
-            raise
+        cancelled: asyncio.CancelledError | None = None
+        while not result.done():
+            try:
+                await asyncio.shield(result)
+            except asyncio.CancelledError as error:
+                if job.cancel():
+                    raise
+                cancelled = error
+            except Exception:
+                break  # raised below
+        if cancelled is not None:
+            raise cancelled
+        return result.result()
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
     async def GetManifest(self, request: pb.GetManifestRequest, call: Call) -> pb.GetManifestResponse:  # noqa: N802
         del request, call
+        return self._introduction
+
+    @cached_property
+    def _introduction(self) -> pb.GetManifestResponse:
         return pb.GetManifestResponse(
             manifest=self._store.manifest.to_json(),
             max_message_bytes=self._limits.max_message_bytes,
@@ -323,7 +337,8 @@ class SordinoService(pb_grpc.SordinoServicer):
             )
         self._bound_answer(4 * request.rows * group.out_features)
         rows = np.frombuffer(request.data, dtype="<u4").reshape(request.rows, group.in_features)
-        if not below_p(rows):
+        wide = len(rows) > _ALIGNED_ROWS
+        if not (await self._in_thread(below_p, rows) if wide else below_p(rows)):
             raise RangeError("an element is not below p")
         parts, spent = [], 0.0
         for first in range(0, len(rows), _BATCH_ROWS):
@@ -333,12 +348,15 @@ class SordinoService(pb_grpc.SordinoServicer):
                 some,
                 size=len(some),
                 holder=call.holder,
-                stream=stream if len(rows) <= _ALIGNED_ROWS else None,
+                stream=None if wide else stream,
             )
             parts.append(product)
             spent += seconds
-        data = b"".join(part.astype("<u4", copy=False).tobytes() for part in parts)
-        return pb.EvaluateResponse(id=request.id, data=data, compute_us=_microseconds(spent))
+            if len(parts) > 1:
+                await asyncio.sleep(0)  # a result that is there already lets nobody else in
+        if wide:
+            return await self._in_thread(_answer, request.id, parts, spent)
+        return _answer(request.id, parts, spent)
 
     def _joint_product(self, group: int, several: list[U32]) -> list[U32]:
         if len(several) == 1:
@@ -455,6 +473,11 @@ def _places(limits: Limits) -> Places:
         Room("short calls", limits.max_short_calls, limits.max_short_calls_per_identity),
         Room("calls without a token", limits.max_tokenless, limits.max_tokenless_per_address),
     )
+
+
+def _answer(number: int, parts: Sequence[U32], seconds: float) -> pb.EvaluateResponse:
+    data = b"".join(part.astype("<u4", copy=False).tobytes() for part in parts)
+    return pb.EvaluateResponse(id=number, data=data, compute_us=_microseconds(seconds))
 
 
 def _range(what: str, first: int, count: int, size: int) -> slice:

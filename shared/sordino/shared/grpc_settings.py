@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from importlib.metadata import version
 
-_RELEASES = ("1.81", "1.82", "1.83", "1.84", "1.85")
+_RELEASES = ("1.81", "1.82", "1.83")
 
 if version("grpcio").rpartition(".")[0] in _RELEASES:
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")

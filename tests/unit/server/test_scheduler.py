@@ -358,19 +358,28 @@ def test_nobody_waits_for_who_is_much_slower(pool: ThreadPoolExecutor) -> None:
     assert sum(beside) < 1.4 * sum(alone)
 
 
-def test_what_a_stream_may_wait_is_bounded(pool: ThreadPoolExecutor) -> None:
-    """A quarter of its tokens' time, and no more than half a token's at once."""
+def test_what_a_stream_may_wait_is_bounded() -> None:
+    """A quarter of the time that its tokens take without waiting, and no more than half a token's at once."""
     stream, now = Stream(), 100.0
-    for token in range(10):
+
+    def token(takes_s: float = 0.2) -> None:
+        nonlocal now
         stream.asks(0, now)
-        assert stream.patience == pytest.approx(min(token * 0.25, 0.5) * 0.2)
-        stream.asks(1, now + 0.1)
-        now += 0.2
-    stream.patience = 0.0
-    stream.asks(0, now)
-    assert stream.patience == pytest.approx(0.05)
-    stream.asks(1, now + 60)
-    stream.asks(0, now + 600)
+        stream.answered = now + takes_s / 4
+        stream.asks(1, now + takes_s / 2)
+        stream.answered = now = now + takes_s
+
+    for number in range(10):
+        token()
+        assert stream.patience == pytest.approx(min(number * 0.25, 0.5) * 0.2)
+    stream.departs(0.0)
+    token()
+    assert stream.patience == pytest.approx(0.25 * 0.1), "what it waited earns nothing"
+    now += 60
+    token()
+    assert stream.patience < 0.2, "nor does what its user rested"
+    for _ in range(3):
+        token(600.0)
     assert stream.patience == 1.0
 
 
@@ -426,3 +435,42 @@ def test_brief_requests_need_no_place(gate: Gate, pool: ThreadPoolExecutor) -> N
         assert await negatives(tasks) == [-1, -2]
 
     asyncio.run(main())
+
+
+def test_without_a_place_a_batch_stays_brief(gate: Gate, pool: ThreadPoolExecutor) -> None:
+    sizes: list[int] = []
+
+    def compute(key: str, works: list[int]) -> list[int]:
+        if key == "wide":
+            return gate.compute(key, works)
+        sizes.append(len(works))
+        return works
+
+    async def main() -> None:
+        scheduler = Scheduler(compute, pool, brief=lambda key, size: key != "wide" and size <= 2)
+        wide = await submitted(scheduler, ("wide", 1))
+        held, scheduler._ready = scheduler._ready, list  # type: ignore[method-assign]
+        tasks = await submitted(scheduler, *(("a", k) for k in range(5)))
+        scheduler._ready = held  # type: ignore[method-assign]
+        scheduler._start()
+        await negatives(tasks)
+        gate.let()
+        await negatives(wide)
+
+    asyncio.run(main())
+    assert sizes == [2, 2, 1]
+
+
+def test_a_closed_scheduler_starts_nothing(gate: Gate, pool: ThreadPoolExecutor) -> None:
+    async def main() -> None:
+        scheduler = Scheduler(gate.compute, pool)
+        first, second = await submitted(scheduler, ("a", 1), ("b", 2))
+        scheduler.close()
+        gate.let()
+        assert await negatives([first]) == [-1]
+        await asyncio.sleep(0.01)
+        second.cancel()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert gate.batches == [("a", [1])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +14,11 @@ import pytest
 from inprocess import InProcess
 from stack import masks_message, opening, rows_message
 
-from sordino.server.app import SERVICE_NAME, ServerConfig
+from sordino.server import app
+from sordino.server.app import SERVICE_NAME, ServerConfig, build_server
 from sordino.server.service import Limits, SordinoService
 from sordino.server.store import MatrixStore
+from sordino.shared.errors import SordinoError
 from sordino.shared.manifest import ModelManifest
 
 LIMITS = Limits(first_message_s=0.2, idle_s=0.6, max_provisioning=1, max_downloads=1, max_streams=1)
@@ -132,4 +135,47 @@ def test_a_call_that_ends_without_its_message(served: Served) -> None:
 
 def test_health_is_checked_and_not_watched(served: Served) -> None:
     assert served.channel.unary_unary(f"/{HEALTH}/Check")(b"")
-    assert end_of(served.channel.unary_stream(f"/{HEALTH}/Watch")(b""))[0] is grpc.StatusCode.UNIMPLEMENTED
+    for method in ("Watch", "List"):
+        assert end_of(served.channel.unary_stream(f"/{HEALTH}/{method}")(b""))[0] is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_server_that_ends_by_itself_says_so(bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than live on, ready, and listen to nobody."""
+    bundle, made = bundles("llama"), list[grpc.aio.Server]()
+
+    def build(*arguments: Any) -> Any:
+        made.append((built := build_server(*arguments))[0])
+        return built
+
+    ending: list[asyncio.Future[None]] = []
+
+    def ended(port: int) -> None:
+        ending.append(asyncio.ensure_future(made[0].stop(None)))
+
+    monkeypatch.setattr(app, "build_server", build)
+    config = ServerConfig(bundle=bundle, port=0, tls=None, tokens=None)
+    with pytest.raises(SordinoError, match="has ended by itself"):
+        app.serve(config, ready=ended)
+
+
+def test_a_thread_is_waited_for_however_often_its_call_is_cancelled(served: Served) -> None:
+    """It uses what the call gives back next."""
+    done = threading.Event()
+
+    def work() -> None:
+        time.sleep(0.3)
+        done.set()
+
+    async def main() -> None:
+        task = asyncio.create_task(served.service._in_thread(work))
+        for _ in range(3):
+            await asyncio.sleep(0.03)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert done.is_set()
+        with pytest.raises(ZeroDivisionError):
+            await served.service._in_thread(lambda: 1 / 0)
+        assert await served.service._in_thread(lambda: 3) == 3
+
+    asyncio.run(main())
