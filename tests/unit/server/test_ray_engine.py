@@ -200,7 +200,14 @@ def test_a_process_ends_with_the_one_that_started_it() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a call of Linux")
-def test_a_process_whose_parent_has_ended_already_ends_at_once() -> None:
-    program = "from sordino.server.parent import end_with_parent; end_with_parent(1 << 22); print('went on')"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S)
-    assert (ended.returncode, ended.stdout) == (1, "")
+@pytest.mark.parametrize(("alive", "code"), [(True, 0), (False, 1)])
+def test_a_rank_whose_actor_has_ended_already_ends_at_once(alive: bool, code: int) -> None:
+    command = [sys.executable, "-m", "sordino.server.ray_engine", "--version"]
+    ended = subprocess.run(
+        command,
+        env={**os.environ, "SORDINO_PARENT": str(os.getpid() if alive else 1 << 22)},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert (ended.returncode, bool(ended.stdout)) == (code, code == 0), ended.stderr
