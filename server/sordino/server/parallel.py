@@ -33,7 +33,8 @@ from sordino.server.blockkernels import Answer
 from sordino.server.blocks import Wanted
 from sordino.server.engine import LocalEngine
 from sordino.server.parent import end_with_parent
-from sordino.server.store import MatrixStore, share
+from sordino.server.slices import share
+from sordino.server.store import MatrixStore
 from sordino.shared.errors import BundleError, RangeError, SordinoError, TransportError
 from sordino.shared.packing import BlockShape, Part
 from sordino.shared.rlwe import PARAMS, U32
@@ -341,7 +342,10 @@ def lead(store: MatrixStore, encoded_bytes: int) -> TensorParallel:
     """
     link = Link(store.device)
     own = [store.digest(rank, link.ranks) for rank in range(link.ranks)]
-    theirs = [part for _, part in link.gather(_FINE, own[0], 32)]
+    try:
+        theirs = [part for _, part in link.gather(_FINE, own[0], 32)]
+    except RuntimeError as error:
+        raise SordinoError("another rank ended before this server began: its own last lines say why") from error
     for rank, (mine, part) in enumerate(zip(own, theirs, strict=True)):
         if mine != part:
             raise BundleError(f"rank {rank} has other weights: give every node a copy of one bundle")
