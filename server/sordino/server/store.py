@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from sordino.server.kernel import MAX_IN_FEATURES, RingMatrix, choose_kernel
-from sordino.server.slices import SLICES_NAME, check_slices, read_slices
-from sordino.server.slices import share
+from sordino.server.slices import SLICES_NAME, check_slices, read_slices, share
 from sordino.shared.errors import BundleError, RangeError
 from sordino.shared.jit import compiled
 from sordino.shared.manifest import CLIENT_DIR, SERVER_DIR, FileSpec, GroupSpec, ModelManifest, sha256_file
