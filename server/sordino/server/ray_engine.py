@@ -281,18 +281,18 @@ class _Replica:
         Returns:
             address of rank 0's node, and a port that is free there.
         """
-        nodes = _nodes()
-        if self._group is not None and set(self.nodes) <= nodes.keys():
-            return await self._actors()
-        async with self._placing:
-            before = self.nodes
-            self._leave()
-            if self._fleet.certificate is None:
-                make_certificates(self._fleet.state, [*self._fleet.hostnames, *sorted(set(nodes.values()))])
-            used = {node for other in replicas for node in other.nodes}
-            self._group = await self._room(used, spare=bool(nodes.keys() - used))
-            where = await self._actors()
-        if before and before[0] != self.nodes[0]:  # another node: the port may be taken there
+        nodes, before = _nodes(), self.nodes
+        if self._fleet.certificate is None:
+            make_certificates(self._fleet.state, [*self._fleet.hostnames, *sorted(set(nodes.values()))])
+        if self._group is not None and set(before) <= nodes.keys():
+            where = await self._actors()  # elsewhere, if Ray knows of a node's death meanwhile
+        else:
+            async with self._placing:
+                self._leave()
+                used = {node for other in replicas for node in other.nodes}
+                self._group = await self._room(used, spare=bool(nodes.keys() - used))
+                where = await self._actors()
+        if before and before[0] != self.nodes[0]:  # the port may be taken there
             self._port = self._first_port
         return where
 
