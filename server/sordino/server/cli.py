@@ -282,10 +282,13 @@ def serve(
         console.print(f"serving on {escape(where)}" + ("  [bold red]protocol=clear allowed[/]" if allow_clear else ""))
         console.print(f"fingerprint {fingerprint}", highlight=False, soft_wrap=True)
         if tls and not tls_cert:
-            if host not in ("127.0.0.1", "localhost", "::1", "[::1]"):
+            here = host in ("127.0.0.1", "localhost", "::1", "[::1]")
+            # Whoever listens everywhere listens there.
+            name = "localhost" if here or host in ("0.0.0.0", "::", "[::]") else host  # noqa: S104
+            if not here:
                 console.print(f"clients elsewhere use a name in --hostnames, and a copy of {tls.ca}", soft_wrap=True)
             console.print(
-                f'try: sordino generate "Hello" --server grpcs://localhost:{bound} --ca {tls.ca} '
+                f'try: sordino generate "Hello" --server grpcs://{address.join(name, bound)} --ca {tls.ca} '
                 f"--token-file {state / 'token' if (state / 'token').exists() else 'FILE'}",
                 soft_wrap=True,
             )
