@@ -82,6 +82,7 @@ def test_metadata(wheel: Path) -> None:
         "gateway",
         "guides",
         "peers",
+        "ray",
         "server",
         "split",
     }
