@@ -61,6 +61,7 @@ from sordino.shared.ring import P
 MOST_CLIENTS: Final = 32  # streams that a server allows one token
 _LEAST_S: Final = 2.0  # of a turn: processor time is told in hundredths of a second
 _WARM_TOKENS: Final = 2
+_RAMP_TOKENS: Final = 16  # of each client, before the count
 _EMPTY_TOKENS: Final = 4000  # of one message
 _START_S: Final = 120.0
 
@@ -133,7 +134,7 @@ def run_serve(
         "notes": [
             "servers and clients are processes of one machine, TLS on loopback; each client one stream, one thread",
             "clients replay recorded rows by frames made before: their processor time is less than a model's client's",
-            "clients begin at groups as far from each other as can be: sessions do not come in step",
+            f"clients begin at groups as far from each other as can be, {_RAMP_TOKENS} tokens before the count",
             "kernel: time of the products by the server's clock, a request's share where it was one of several",
             "wire: processor time of both sides but for kernel time; too low where products waited for a processor",
             "ratios are of the figures over all turns; kernel and server_cpu without batching over with",
@@ -421,20 +422,24 @@ class _Load:
 
 
 def measure(servers: Sequence[Server], number: int, clients: Sequence[_Client], groups: int, tokens: int) -> _Load:
-    """One turn: all ``clients`` at server ``number``, from when all are warm until each has ``tokens`` tokens.
+    """One turn: all ``clients`` at server ``number``, from when all have some tokens until each has ``tokens`` more.
 
     Whoever is done goes on until the last one is, so that the load stays the same; what is counted are the messages
-    answered by then. Each begins at another group: sessions do not come in step.
+    answered meanwhile. Each begins at another group: nobody is in step with others who is not brought there.
     """
     server = servers[number]
     for place, client in enumerate(clients):
-        client.tell(f"{number} {_WARM_TOKENS} {tokens} {place * groups // len(clients)}")
+        client.tell(f"{number} {_WARM_TOKENS} {_RAMP_TOKENS} {tokens} {place * groups // len(clients)}")
     for client in clients:
         client.hear("warm")
 
     def spent() -> tuple[float, float]:
         return cpu_seconds(server.process), sum(cpu_seconds(client.usage) for client in clients)
 
+    for client in clients:
+        client.tell("")
+    for client in clients:
+        client.hear("ramped")
     products, requests = server.products()
     server_cpu, client_cpu = spent()
     start = time.monotonic()
@@ -451,10 +456,11 @@ def measure(servers: Sequence[Server], number: int, clients: Sequence[_Client], 
         client.tell("")
     for client in clients:
         run = Run(**json.loads(client.hear()))
-        count = int(np.searchsorted(run.ended, end))
-        load.messages += count
-        load.kernel_us += sum(run.compute_us[:count])
-        load.tpot += [1e3 * seconds for seconds in np.diff([start, *run.ended[groups - 1 : count : groups]])]
+        first, last = (int(np.searchsorted(run.ended, moment)) for moment in (start, end))
+        load.messages += last - first
+        load.kernel_us += sum(run.compute_us[first:last])
+        tokens_ended = [moment for moment in run.ended[groups - 1 : last : groups] if moment >= start]
+        load.tpot += [1e3 * seconds for seconds in np.diff(tokens_ended)]
     return load
 
 

@@ -8,9 +8,11 @@ token (RFC 9113; RFC 7541, section 6.2.2; PROTOCOL-HTTP2 of gRPC).
 It is told what to do by lines on standard input, and answers by lines on standard output:
 
 1. A JSON object (:class:`Setup`); the answer ``open``, when each server has a stream.
-2. ``SERVER WARM TOKENS FIRST``; after ``WARM`` tokens, whose answers are compared with the recorded ones, ``warm``.
-3. An empty line starts the count, at group ``FIRST``; after ``TOKENS`` tokens comes ``done``, and the client goes on.
-4. An empty line ends it with the token that is under way; a JSON object (:class:`Run`) tells of all messages. Then 2.
+2. ``SERVER WARM RAMP TOKENS FIRST``; after ``WARM`` tokens, whose answers are compared with the recorded ones, comes
+   ``warm``.
+3. An empty line lets it begin, at group ``FIRST``; after ``RAMP`` tokens comes ``ramped``, and the client goes on.
+4. An empty line starts the count; after ``TOKENS`` tokens comes ``done``, and the client goes on.
+5. An empty line ends it with the token that is under way; a JSON object (:class:`Run`) tells of all messages. Then 2.
 """
 
 from __future__ import annotations
@@ -206,22 +208,28 @@ class _Client:
                 if stream.exchange(request).data != wanted:
                     raise IntegrityError("the server gave another answer than before")
 
-    def run(self, server: int, tokens: int, first: int) -> Run:
-        """Tells when ``tokens`` are there, and goes on until the next line comes."""
+    def run(self, server: int, ramp: int, tokens: int, first: int) -> Run:
+        """Tells of ``ramp`` tokens, of ``tokens`` more from the next line on, and goes on until another line comes."""
         exchange, run = self._streams[server].exchange, Run()
         ended, compute_us, now = run.ended.append, run.compute_us.append, time.monotonic
-        requests, done = self._requests[first:] + self._requests[:first], 0
+        requests, done, counted = self._requests[first:] + self._requests[:first], 0, -1
         while True:
             for request in requests:
                 answer = exchange(request)
                 ended(now())
                 compute_us(answer.compute_us)
             done += 1
-            if done == tokens:
+            if done == ramp:
+                _say("ramped")
+            if counted >= 0:
+                counted += 1
+            if counted == tokens:
                 _say("done")
-            if done >= tokens and select.select([sys.stdin], [], [], 0)[0]:
+            if done >= ramp and not 0 <= counted < tokens and select.select([sys.stdin], [], [], 0)[0]:
                 sys.stdin.readline()
-                return run
+                if counted >= 0:
+                    return run
+                counted = 0
 
 
 def _say(line: str) -> None:
@@ -233,12 +241,12 @@ def _main(lines: Iterator[str]) -> None:
     client = _Client(Setup(**json.loads(next(lines))))
     _say("open")
     for line in lines:
-        server, warm, tokens, first = map(int, line.split())
+        server, warm, ramp, tokens, first = map(int, line.split())
         client.warm(server, warm)
         _say("warm")
         if not sys.stdin.readline():
             return
-        _say(json.dumps(asdict(client.run(server, tokens, first))))
+        _say(json.dumps(asdict(client.run(server, ramp, tokens, first))))
 
 
 if __name__ == "__main__":
