@@ -60,6 +60,7 @@ _BATCH_ROWS = 256  # of a joint product; a wider request is done in pieces, so t
 _BATCH_BLOCKS = 8  # requests: each has megabytes
 _WAITING_ROWS = 1 << 18  # of all that wait together, in masked products
 _ALIGNED_ROWS = 16  # of a request whose stream waits for others, and they for it: decoding, not prefill
+_LARGE_BYTES = 1 << 20  # of a message: to look at it takes longer than to wake a thread
 _SPARE_THREADS = 8
 
 
@@ -143,13 +144,15 @@ class SordinoService(pb_grpc.SordinoServicer):
         self._parallel = torch.get_num_threads() > 1
         self._engine = engine = engine or LocalEngine(store, limits.max_encoded_bytes)
         together = limits.batching
-        # Threads begin when they are needed. Attention may wait in one for the pages of others.
+        # Few threads for products: each that uses all cores has helpers of its own, which take a while to start.
+        compute = self._compute = ThreadPoolExecutor(engine.places, thread_name_prefix="compute")
+        # Of these, threads begin when they are needed. Attention may wait in one for the pages of others.
         threads = limits.max_attention + limits.max_provisioning + limits.max_downloads + _SPARE_THREADS
         self._closed = False
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compute")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="call")
         self._products: Scheduler[int, U32, U32] = Scheduler(
             metrics.timed("masked", self._joint_product, len),
-            self._pool,
+            compute,
             places=engine.places,
             brief=engine.is_brief,
             most=_BATCH_ROWS,
@@ -158,13 +161,13 @@ class SordinoService(pb_grpc.SordinoServicer):
         )
         self._blocks: Scheduler[Hashable, tuple[Wanted, bytes, U32], Answer] = Scheduler(
             metrics.timed("rlwe", self._joint_blocks, lambda work: work[0].part.shape.rows),
-            self._pool,
+            compute,
             most=_BATCH_BLOCKS,
             together=together,
         )
         self._masks: Scheduler[int, tuple[bytes, int, U32], tuple[U32, U32]] = Scheduler(
             metrics.timed("masks", engine.masks, lambda work: work[2].shape[1]),
-            self._pool,
+            compute,
             most=_BATCH_ROWS,
             together=together,
         )
@@ -187,7 +190,8 @@ class SordinoService(pb_grpc.SordinoServicer):
         self._closed = True
         for scheduler in (self._products, self._blocks, self._masks):
             scheduler.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._compute, self._pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _afterwards(self, *functions: Callable[[], object]) -> None:
         """In a thread, and nobody waits for it."""
@@ -337,8 +341,8 @@ class SordinoService(pb_grpc.SordinoServicer):
             )
         self._bound_answer(4 * request.rows * group.out_features)
         rows = np.frombuffer(request.data, dtype="<u4").reshape(request.rows, group.in_features)
-        wide = len(rows) > _ALIGNED_ROWS
-        if not (await self._in_thread(below_p, rows) if wide else below_p(rows)):
+        large = max(len(request.data), 4 * request.rows * group.out_features) > _LARGE_BYTES
+        if not (await self._in_thread(below_p, rows) if large else below_p(rows)):
             raise RangeError("an element is not below p")
         parts, spent = [], 0.0
         for first in range(0, len(rows), _BATCH_ROWS):
@@ -348,13 +352,13 @@ class SordinoService(pb_grpc.SordinoServicer):
                 some,
                 size=len(some),
                 holder=call.holder,
-                stream=None if wide else stream,
+                stream=stream if len(rows) <= _ALIGNED_ROWS else None,
             )
             parts.append(product)
             spent += seconds
             if len(parts) > 1:
                 await asyncio.sleep(0)  # a result that is there already lets nobody else in
-        if wide:
+        if large:
             return await self._in_thread(_answer, request.id, parts, spent)
         return _answer(request.id, parts, spent)
 
