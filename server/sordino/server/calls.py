@@ -15,7 +15,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from sordino.server.auth import ANONYMOUS, TokenFile, bearer, identity_of, is_open
-from sordino.server.metrics import NOBODY, Metrics
+from sordino.server.metrics import NOBODY, Bytes, Metrics
 from sordino.server.places import Places
 from sordino.shared.errors import AuthError, BundleError, ProtocolError, SordinoError, TransportError, printable
 from sordino.shared.transport import ERROR_KEY, status_of
@@ -61,7 +61,7 @@ class Call:
         waits: Waits,
         handler: Any,
         seconds: tuple[float, float, float],
-        count: tuple[Callable[[float], None], Callable[[float], None]],
+        count: Bytes,
     ) -> None:
         self.method = method
         self.peer: str = context.peer()
@@ -73,7 +73,7 @@ class Call:
         self._waits = waits
         self._decode, self._encode = handler.request_deserializer, handler.response_serializer
         self._seconds, self._later_s, self._answer_s = seconds
-        self._received, self._sent = count
+        self._count = count
 
     def end(self, code: grpc.StatusCode, text: str) -> None:
         """Ends it, wherever it is, as soon as its task runs again."""
@@ -107,7 +107,7 @@ class Call:
         if raw is grpc.aio.EOF:
             return None
         self._seconds = self._later_s
-        self._received(len(raw))
+        self._count.received += len(raw)
         return self._decode(raw)
 
     async def write(self, answer: Any) -> None:
@@ -118,7 +118,7 @@ class Call:
             await self._context.write(data)
         finally:
             del self._waits.readers[self]
-        self._sent(len(data))
+        self._count.sent += len(data)
 
     def __aiter__(self) -> Call:
         return self
