@@ -25,7 +25,7 @@ import struct
 import sys
 import time
 from base64 import b64decode
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
@@ -115,6 +115,15 @@ class Stream:
         del self._messages[:end]
         return answer
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def tend(self) -> None:
+        """Answers what came while nothing was asked, such as a ping: without, the server takes the client for dead."""
+        self._read_frame()
+        while self._socket.pending():
+            self._read_frame()
+
     def close(self) -> None:
         self._socket.close()
 
@@ -197,6 +206,21 @@ class _Client:
         self._requests = [framed(b64decode(request)) for request in setup.requests]
         self._answers = [b64decode(answer) for answer in setup.answers]
 
+    def line(self) -> str:
+        """The next line of standard input, which holds one at a time; empty at the end."""
+        while not self._tend(None):
+            pass
+        return sys.stdin.readline()
+
+    def _tend(self, timeout_s: float | None, busy: int | None = None) -> bool:
+        """Answers what came on all streams but one; whether there is a line."""
+        streams = [stream for number, stream in enumerate(self._streams) if number != busy]
+        ready = select.select([sys.stdin, *streams], [], [], timeout_s)[0]
+        for stream in streams:
+            if stream in ready:
+                stream.tend()
+        return sys.stdin in ready
+
     def warm(self, server: int, tokens: int) -> None:
         """
         Raises:
@@ -225,7 +249,7 @@ class _Client:
                 counted += 1
             if counted == tokens:
                 _say("done")
-            if done >= ramp and not 0 <= counted < tokens and select.select([sys.stdin], [], [], 0)[0]:
+            if self._tend(0, server) and done >= ramp and not 0 <= counted < tokens:
                 sys.stdin.readline()
                 if counted >= 0:
                     return run
@@ -237,17 +261,17 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _main(lines: Iterator[str]) -> None:
-    client = _Client(Setup(**json.loads(next(lines))))
+def _main() -> None:
+    client = _Client(Setup(**json.loads(sys.stdin.readline())))
     _say("open")
-    for line in lines:
+    while line := client.line():
         server, warm, ramp, tokens, first = map(int, line.split())
         client.warm(server, warm)
         _say("warm")
-        if not sys.stdin.readline():
+        if not client.line():
             return
         _say(json.dumps(asdict(client.run(server, ramp, tokens, first))))
 
 
 if __name__ == "__main__":
-    _main(iter(sys.stdin.readline, ""))
+    _main()
