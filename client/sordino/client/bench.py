@@ -363,7 +363,7 @@ device = torch.device("cpu")
 choose_kernel(device)
 config = ServerConfig(bundle=Path(), tls=None, tokens=None)
 async def serve():
-    server, _ = build_server(SordinoService(SimpleNamespace(device=device), Limits()), config)
+    server, _ = build_server(SordinoService(SimpleNamespace(device=device, matrices={}), Limits()), config)
     with TemporaryDirectory() as state:
         credentials = grpc.ssl_server_credentials([make_certificates(Path(state)).read()])
     server.add_secure_port("127.0.0.1:0", credentials)

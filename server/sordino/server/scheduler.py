@@ -100,6 +100,7 @@ class Scheduler(Generic[K, W, R]):
         most: the largest size of a batch of several requests; one on its own may be larger.
         waiting: the largest size of all that waits together.
         together: False gives each request a batch of its own.
+        worth: how many streams must be at work for waiting for each other to pay.
         brief: whether a batch of this key and size takes no longer than a thread takes to begin; it is computed in the
             loop itself.
     """
@@ -113,6 +114,7 @@ class Scheduler(Generic[K, W, R]):
         most: int = 256,
         waiting: int = 1 << 20,
         together: bool = True,
+        worth: int = 2,
         brief: Callable[[K, int], bool] = lambda *_: False,
     ) -> None:
         self._compute = compute
@@ -121,6 +123,7 @@ class Scheduler(Generic[K, W, R]):
         self._most = most
         self._room = waiting
         self._together = together
+        self._worth = worth
         self._brief = brief
         self._running: set[asyncio.Future[Any]] = set()
         self._waiting: list[_Request[K, W, R]] = []  # in the order of their arrival
@@ -273,10 +276,12 @@ class Scheduler(Generic[K, W, R]):
         waiting = self._waiting
         if len(self._running) >= self._places:
             waiting = [request for request in waiting if self._brief(request.key, request.size)]
-        if len(self._streams) < 2 or not waiting:
+        if len(self._streams) < self._worth or not waiting:
             return waiting
         now = time.monotonic()
         active = [stream for stream in self._streams if stream.expected(now)]
+        if len(active) < self._worth:
+            return waiting
         slowest = _SLOWER * min((stream.token_s for stream in active), default=0.0)
         soonest, behind = math.inf, dict[int, int]()
         for stream in active:

@@ -7,6 +7,7 @@ streams go on meanwhile.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,9 @@ _BATCH_ROWS = 256  # of a joint product; a wider request is done in pieces, so t
 _BATCH_BLOCKS = 8  # requests: each has megabytes
 _WAITING_ROWS = 1 << 18  # of all that wait together, in masked products
 _ALIGNED_ROWS = 16  # of a request whose stream waits for others, and they for it: decoding, not prefill
+# Streams are brought in step when their rows have so many multiplications by a group together. Measured with 2 cores: 8
+# streams of SmolLM2-135M, 7 million, lose an eighth by it, 16 gain as much; 4 of 2048 x 2048 and more gain a half.
+_WORTH_PRODUCTS = 10_000_000
 _LARGE_BYTES = 1 << 20  # of a message: to look at it takes longer than to wake a thread
 _SPARE_THREADS = 8
 
@@ -154,6 +158,7 @@ class SordinoService(pb_grpc.SordinoServicer):
             metrics.timed("masked", self._joint_product, len),
             compute,
             places=engine.places,
+            worth=_worth(store),
             brief=engine.is_brief,
             most=_BATCH_ROWS,
             waiting=_WAITING_ROWS,
@@ -463,6 +468,12 @@ class SordinoService(pb_grpc.SordinoServicer):
             raise LimitError(
                 f"the answer would have {size} bytes, the limit is {self._limits.max_message_bytes}: ask in parts"
             )
+
+
+def _worth(store: MatrixStore) -> int:
+    """How many streams must decode for it to pay to bring them in step."""
+    products = [matrix.in_features * matrix.out_features for matrix in store.matrices.values()]
+    return max(2, math.ceil(_WORTH_PRODUCTS * len(products) / max(1, sum(products))))
 
 
 def _places(limits: Limits) -> Places:

@@ -9,12 +9,14 @@ import time
 import weakref
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sordino.server import service
 from sordino.server.scheduler import Scheduler, Stream
 from sordino.shared.errors import LimitError, RangeError
 
@@ -474,3 +476,26 @@ def test_a_closed_scheduler_starts_nothing(gate: Gate, pool: ThreadPoolExecutor)
 
     asyncio.run(main())
     assert gate.batches == [("a", [1])]
+
+
+def test_few_streams_wait_for_nobody_where_it_does_not_pay(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(pool, worth=4)
+    monkeypatch.setattr(steps.scheduler, "_look_again", lambda: pytest.fail("one waits"))
+    decoding(steps, *(steps.decode(10, begin_s=k * GROUPS * THINKS_S / 3) for k in range(3)))
+    assert len(steps.sizes) >= 20 * GROUPS
+    enough = Steps(pool, worth=4)
+    decoding(enough, *(enough.decode(40, begin_s=k * GROUPS * THINKS_S / 4) for k in range(4)))
+    assert max(enough.sizes) == 4
+
+
+def test_from_how_many_streams_on_it_pays() -> None:
+    def store(*shapes: tuple[int, int]) -> Any:
+        return SimpleNamespace(
+            matrices={i: SimpleNamespace(in_features=n, out_features=m) for i, (n, m) in enumerate(shapes)}
+        )
+
+    assert service._worth(store((576, 960), (576, 576), (576, 3072), (1536, 576))) == 12
+    assert service._worth(store((2048, 6144), (2048, 2048))) == 2
+    assert service._worth(store((4096, 14336))) == 2
