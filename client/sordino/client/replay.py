@@ -121,7 +121,7 @@ class Stream:
     def tend(self) -> None:
         """Answers what came while nothing was asked, such as a ping: without, the server takes the client for dead."""
         self._read_frame()
-        while self._socket.pending():
+        while self._unread or self._socket.pending():  # half a frame too: its rest is on the way
             self._read_frame()
 
     def close(self) -> None:
