@@ -285,10 +285,11 @@ class Scheduler(Generic[K, W, R]):
         slowest = _SLOWER * min((stream.token_s for stream in active), default=0.0)
         soonest, behind = math.inf, dict[int, int]()
         for stream in active:
-            if not (stream.waiting and stream.first) and stream.token_s <= slowest:
+            if stream.first and stream.waiting:  # before a token: it is in step with nobody yet
+                continue
+            if stream.token_s <= slowest:
                 soonest = min(soonest, stream.began + stream.token_s)
-            if not stream.first or not stream.waiting:
-                behind[stream.wave] = min(behind.get(stream.wave, stream.group), stream.group)
+            behind[stream.wave] = min(behind.get(stream.wave, stream.group), stream.group)
 
         def waits(own: Stream, patience_ends: float) -> bool:
             if patience_ends <= now:
