@@ -148,8 +148,9 @@ class SordinoService(pb_grpc.SordinoServicer):
         self._parallel = torch.get_num_threads() > 1
         self._engine = engine = engine or LocalEngine(store, limits.max_encoded_bytes)
         together = limits.batching
-        # Few threads for products: each that uses all cores has helpers of its own, which take a while to start.
         compute = self._compute = ThreadPoolExecutor(engine.places, thread_name_prefix="compute")
+        # One thread for products that use all cores: each thread has helpers of its own, which take a while to wake.
+        wide = self._wide = ThreadPoolExecutor(1, thread_name_prefix="wide")
         # Of these, threads begin when they are needed. Attention may wait in one for the pages of others.
         threads = limits.max_attention + limits.max_provisioning + limits.max_downloads + _SPARE_THREADS
         self._closed = False
@@ -166,13 +167,13 @@ class SordinoService(pb_grpc.SordinoServicer):
         )
         self._blocks: Scheduler[Hashable, tuple[Wanted, bytes, U32], Answer] = Scheduler(
             metrics.timed("rlwe", self._joint_blocks, lambda work: work[0].part.shape.rows),
-            compute,
+            wide,
             most=_BATCH_BLOCKS,
             together=together,
         )
         self._masks: Scheduler[int, tuple[bytes, int, U32], tuple[U32, U32]] = Scheduler(
             metrics.timed("masks", engine.masks, lambda work: work[2].shape[1]),
-            compute,
+            wide,
             most=_BATCH_ROWS,
             together=together,
         )
@@ -195,13 +196,17 @@ class SordinoService(pb_grpc.SordinoServicer):
         self._closed = True
         for scheduler in (self._products, self._blocks, self._masks):
             scheduler.close()
-        for pool in (self._compute, self._pool):
+        for pool in (self._compute, self._wide, self._pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _afterwards(self, *functions: Callable[[], object]) -> None:
         """In a thread, and nobody waits for it."""
         for function in () if self._closed else functions:
             self._pool.submit(function)
+
+    async def _here_or_in_thread(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Its result; in a thread where ``size`` bytes take longer than it takes to wake one."""
+        return await self._in_thread(function, *arguments) if size > _LARGE_BYTES else function(*arguments)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Its result. When the call ends meanwhile, this still waits: the thread uses what the call gives back next."""
@@ -346,8 +351,8 @@ class SordinoService(pb_grpc.SordinoServicer):
             )
         self._bound_answer(4 * request.rows * group.out_features)
         rows = np.frombuffer(request.data, dtype="<u4").reshape(request.rows, group.in_features)
-        large = max(len(request.data), 4 * request.rows * group.out_features) > _LARGE_BYTES
-        if not (await self._in_thread(below_p, rows) if large else below_p(rows)):
+        size = max(len(request.data), 4 * request.rows * group.out_features)
+        if not await self._here_or_in_thread(size, below_p, rows):
             raise RangeError("an element is not below p")
         parts, spent = [], 0.0
         for first in range(0, len(rows), _BATCH_ROWS):
@@ -363,9 +368,7 @@ class SordinoService(pb_grpc.SordinoServicer):
             spent += seconds
             if len(parts) > 1:
                 await asyncio.sleep(0)  # a result that is there already lets nobody else in
-        if large:
-            return await self._in_thread(_answer, request.id, parts, spent)
-        return _answer(request.id, parts, spent)
+        return await self._here_or_in_thread(size, _answer, request.id, parts, spent)
 
     def _joint_product(self, group: int, several: list[U32]) -> list[U32]:
         if len(several) == 1:
@@ -385,11 +388,13 @@ class SordinoService(pb_grpc.SordinoServicer):
         if not 1 <= points <= PARAMS.n or request.masks.block >= PARAMS.n:
             raise ProtocolError(f"a block has 1 to {PARAMS.n} points and an index below {PARAMS.n}")
         self._bound_answer(2 * packed_bytes(2 * points * group.planes * group.out_features))
-        c0 = await self._in_thread(_residues, request.seed, request.c0, (2, points, group.in_features))
+        c0 = await self._here_or_in_thread(
+            len(request.c0), _residues, request.seed, request.c0, (2, points, group.in_features)
+        )
         answer, _ = await self._masks.run(
             request.group, (request.seed, request.masks.block, c0), size=points, holder=call.holder
         )
-        return await self._in_thread(_packed, answer)
+        return await self._here_or_in_thread(answer[0].nbytes, _packed, answer)
 
     async def _block(
         self, index: int, seed: bytes, packed: bytes, block: pb.BlockProduct, call: Call
@@ -412,11 +417,11 @@ class SordinoService(pb_grpc.SordinoServicer):
             block.rows, block.inputs, block.outputs, inputs.stop - inputs.start, outputs.stop - outputs.start
         )
         self._bound_answer(group.planes * shape.download_bytes(block.answer_bits))
-        c0 = await self._in_thread(_residues, seed, packed, (2, PARAMS.n, shape.input_blocks))
+        c0 = await self._here_or_in_thread(len(packed), _residues, seed, packed, (2, PARAMS.n, shape.input_blocks))
         wanted = Wanted(index, block.transposed, Part(inputs, outputs, shape), block.answer_bits)
         bits = block.answer_bits or RESIDUE_BITS
         answer, seconds = await self._blocks.run(wanted.key, (wanted, seed, c0), holder=call.holder)
-        out0, out1 = await self._in_thread(_packed, answer, bits)
+        out0, out1 = await self._here_or_in_thread(answer[0].nbytes, _packed, answer, bits)
         return out0, out1, seconds
 
     def _attend(self, request: pb.AttendRequest, session: PageSession) -> pb.AttendResponse:
