@@ -8,8 +8,8 @@ streams.
 
 Streams of small products are rarely at the same weights by themselves, so they are brought in step. Before its first
 product of a token a stream waits for others that are about to begin one too, and those that begin together wait for
-each other before each further product. A stream waits for a quarter of its time at most on average, for half a token at
-once, and only for others that are expected within that and not much slower: in step nobody waits for long, and a stream
+each other before each further product. A stream waits for a quarter of its time at most on average, for three quarters of
+a token at once, and only for others that are expected within that and not much slower: in step nobody waits for long, and a stream
 on its own never does.
 """
 
@@ -30,7 +30,8 @@ W = TypeVar("W")
 R = TypeVar("R")
 
 _SHARE: Final = 0.25  # of a token's time, for which a stream may wait for others
-_SAVED: Final = 0.5  # of a token's time, that it may save up
+# Of a token's time, that it may save up: two that are half a token apart must be able to meet, or they stay apart.
+_SAVED: Final = 0.75
 _MOST_S: Final = 1.0
 _SLOWER: Final = 1.5
 _LATE: Final = 3.0  # times of a client between an answer and its next request; after that it is not expected
