@@ -361,7 +361,7 @@ def test_nobody_waits_for_who_is_much_slower(pool: ThreadPoolExecutor) -> None:
 
 
 def test_what_a_stream_may_wait_is_bounded() -> None:
-    """A quarter of the time that its tokens take without waiting, and no more than three quarters of a token's at once."""
+    """A quarter of the time that its tokens take without waiting, and three quarters of one token at once."""
     stream, now = Stream(), 100.0
 
     def token(takes_s: float = 0.2) -> None:
