@@ -8,9 +8,9 @@ streams.
 
 Streams of small products are rarely at the same weights by themselves, so they are brought in step. Before its first
 product of a token a stream waits for others that are about to begin one too, and those that begin together wait for
-each other before each further product. A stream waits for a quarter of its time at most on average, for three quarters of
-a token at once, and only for others that are expected within that and not much slower: in step nobody waits for long, and a stream
-on its own never does.
+each other before each further product. A stream waits for a quarter of its time at most on average, for three quarters
+of a token at once, and only for others that are expected within that and not much slower: in step nobody waits for
+long, and a stream on its own never does.
 """
 
 from __future__ import annotations
