@@ -17,7 +17,7 @@ BUNDLE := .demo/bundle
 PYTEST := $(BIN)/python -m pytest
 # Test files at a time; much of a test's time goes into waiting for servers to start.
 JOBS ?= 2
-SOURCES := client server shared tests examples bench notebooks
+SOURCES := client dealer server shared tests examples bench notebooks
 BENCH_JSON ?= build/bench/decode.json
 
 .DEFAULT_GOAL := help

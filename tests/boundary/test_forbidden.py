@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ("client", "server", "shared")
+SHIPPED = ("client", "dealer", "server", "shared")
 SOURCES = [path for side in SHIPPED for path in sorted((ROOT / side).rglob("*.py"))]
 
 # Weights travel as safetensors: torch's own format is refused whatever its arguments.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SIDES = ("client", "server", "shared", "proto")
+SIDES = ("client", "dealer", "server", "shared", "proto")
 
 # Runs with -S: no .pth file is read, so the development install puts none of the four roots on the path.
 _IMPORT_ALL = """
@@ -58,15 +58,23 @@ def test_the_namespace_has_no_init_file() -> None:
 
 
 def test_client_imports_without_the_server() -> None:
-    assert "sordino.client" in import_all("sordino.client", ["client", "shared", "proto"], ["sordino.server"])
+    assert "sordino.client" in import_all(
+        "sordino.client", ["client", "shared", "proto"], ["sordino.dealer", "sordino.server"]
+    )
 
 
 def test_server_imports_without_the_client() -> None:
     assert "sordino.server" in import_all("sordino.server", ["server", "shared", "proto"], ["sordino.client"])
 
 
+def test_dealer_imports_without_the_parties() -> None:
+    assert "sordino.dealer" in import_all(
+        "sordino.dealer", ["dealer", "shared", "proto"], ["sordino.client", "sordino.server"]
+    )
+
+
 def test_shared_imports_alone() -> None:
-    import_all("sordino.shared", ["shared", "proto"], ["sordino.client", "sordino.server"])
+    import_all("sordino.shared", ["shared", "proto"], ["sordino.client", "sordino.dealer", "sordino.server"])
 
 
 def test_running_server_needs_no_model_library() -> None:

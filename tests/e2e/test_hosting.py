@@ -147,7 +147,7 @@ def answers(
     folder, count = tmp / "clients", processes * threads
     folder.mkdir()
     targets = ",".join(server.target for server in servers)
-    paths = [str(ROOT / part) for part in ("tests", "client", "server", "shared", "proto")]
+    paths = [str(ROOT / part) for part in ("tests", "client", "dealer", "server", "shared", "proto")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     with ExitStack() as stack:
         clients = []

@@ -25,7 +25,7 @@ SERVER_ONLY = ("grpcio-health-checking", "grpcio-reflection")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the tracked and the new files, in a copy, so that nothing is left in the working tree."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("client", "server", "shared", "proto"):
+    for name in ("client", "dealer", "server", "shared", "proto"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(ROOT / name, source / name)
@@ -49,12 +49,12 @@ def test_every_source_file_is_inside_and_nothing_else(wheel: Path) -> None:
     inside = {name for name in files_of(wheel) if not name.split("/")[0].endswith(".dist-info")}
     expected = {
         str(path.relative_to(ROOT / side))
-        for side in ("client", "server", "shared", "proto")
+        for side in ("client", "dealer", "server", "shared", "proto")
         for path in (ROOT / side / "sordino").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert inside == expected
-    for side in ("client", "server", "shared", "proto"):
+    for side in ("client", "dealer", "server", "shared", "proto"):
         assert f"sordino/{side}/__init__.py" in inside
         assert f"sordino/{side}/py.typed" in inside
     assert "sordino/__init__.py" not in inside

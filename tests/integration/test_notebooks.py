@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str
 
 def run(notebook: Path, folder: Path, environment: dict[str, str]) -> Any:
     """What the notebook shows at the end of a run in a process of its own, whose kernel's files lie in ``folder``."""
-    roots = [str(ROOT / side) for side in ("client", "server", "shared", "proto")]
+    roots = [str(ROOT / side) for side in ("client", "dealer", "server", "shared", "proto")]
     done = subprocess.run(
         [sys.executable, str(ROOT / "notebooks" / "run.py"), str(notebook), "--to", str(folder)],
         env={

@@ -31,7 +31,7 @@ assert all_in_ring(np.zeros((2, 2), np.uint32))
 
 
 def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:
-    for side in ("client", "server", "shared", "proto"):
+    for side in ("client", "dealer", "server", "shared", "proto"):
         shutil.copytree(
             ROOT / side, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "requirements.txt")
         )

@@ -1,0 +1,1 @@
+"""Profile ``two-party``, what both parties do: arithmetic on additive shares (docs/two-party.md)."""
