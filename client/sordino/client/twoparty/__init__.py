@@ -1,0 +1,1 @@
+"""Profile ``two-party``, what the client alone does (docs/two-party.md)."""

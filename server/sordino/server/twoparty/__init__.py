@@ -1,0 +1,1 @@
+"""Profile ``two-party``, what the server alone does (docs/two-party.md)."""
