@@ -25,6 +25,7 @@ from sordino.client.poolfile import CHUNK, BatchKeys
 from sordino.client.provision import points_per_block
 from sordino.client.proxy import RecordingProxy
 from sordino.proto.v1 import sordino_pb2 as pb
+from sordino.shared import prg as shared_prg
 from sordino.shared.errors import PoolError
 from sordino.shared.rlwe import PARAMS, expand_uniform, intt, pack, unpack
 
@@ -39,8 +40,8 @@ class Secrets:
         self.numbers: dict[str, list[np.ndarray]] = {}
         self.rlwe: list[rlwe.SecretKey] = []
         self.masks: dict[str, np.ndarray] = {}
-        self._replace(monkeypatch, prg.random_key, self._key)
-        self._replace(monkeypatch, prg.derive, self._key)
+        self._replace(monkeypatch, shared_prg.random_key, self._key)
+        self._replace(monkeypatch, shared_prg.derive, self._key)
         self._replace(monkeypatch, prg.uniform_mod_p, lambda out, _, label, *__: self._uniform(label, out))
         self._method(monkeypatch, rlwe.SecretKey, "__init__", lambda key, *_: self._secret_key(key))
         self._method(
@@ -90,7 +91,7 @@ class Secrets:
             see(out, *args)
             return out
 
-        for module in [m for name, m in sys.modules.items() if name.startswith("sordino.client")]:
+        for module in [m for name, m in sys.modules.items() if name.startswith("sordino.")]:
             for name, value in list(vars(module).items()):
                 if value is function:
                     monkeypatch.setattr(module, name, seen)

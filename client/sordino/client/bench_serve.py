@@ -40,7 +40,7 @@ from safetensors.numpy import save_file
 from sordino.client.bench import cpu_seconds, machine
 from sordino.client.bench_linear import load_matrices
 from sordino.client.local_server import server_process
-from sordino.client.prg import random_key, uniform_mod_p
+from sordino.client.prg import uniform_mod_p
 from sordino.client.replay import Run, Setup
 from sordino.client.terminal import progress_bar
 from sordino.client.transport import Connection, EvaluationStream
@@ -56,6 +56,7 @@ from sordino.shared.manifest import (
     ModelManifest,
     sha256_file,
 )
+from sordino.shared.prg import random_key
 from sordino.shared.ring import P
 
 MOST_CLIENTS: Final = 32  # streams that a server allows one token

@@ -23,13 +23,14 @@ from sordino.client.blocks import Round, rounds
 from sordino.client.forks import this_process
 from sordino.client.interrupts import interrupts
 from sordino.client.pool import CheckVector
-from sordino.client.prg import random_key, uniform_mod_p
+from sordino.client.prg import uniform_mod_p
 from sordino.client.provision import verify
 from sordino.client.rlwe import SecretKey
 from sordino.client.transport import Connection, EvaluationStream
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import IntegrityError, PoolError, SessionLostError
 from sordino.shared.packing import Prices
+from sordino.shared.prg import random_key
 from sordino.shared.rlwe import U32
 
 log = logging.getLogger(__name__)

@@ -33,10 +33,11 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from numpy.typing import NDArray
 
 from sordino.client.ledger import Staged, open_private, read_private, remove, stage, write_all
-from sordino.client.prg import KEY_BYTES, derive, uniform_mod_p
+from sordino.client.prg import uniform_mod_p
 from sordino.client.vault import Vault
 from sordino.shared.errors import PoolError
 from sordino.shared.manifest import GroupSpec
+from sordino.shared.prg import KEY_BYTES, derive
 
 U32 = NDArray[np.uint32]
 

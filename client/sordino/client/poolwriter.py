@@ -33,9 +33,9 @@ from sordino.client.poolfile import (
     data_path,
     fallocate,
 )
-from sordino.client.prg import random_key
 from sordino.shared.errors import PoolError
 from sordino.shared.manifest import GroupSpec
+from sordino.shared.prg import random_key
 from sordino.shared.ring import P
 
 MAX_SLOTS: Final = 1 << 20

@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from sordino.client.blocks import check_blocks
 from sordino.client.kernels import all_in_ring, dot_mod_p
 from sordino.client.pool import CheckVector, MaskPool
-from sordino.client.prg import random_key, uniform_mod_p
+from sordino.client.prg import uniform_mod_p
 from sordino.client.rlwe import SecretKey
 from sordino.client.transport import Connection
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import IntegrityError, PoolError, ProtocolError, TransportError
 from sordino.shared.manifest import GroupSpec, ModelManifest
+from sordino.shared.prg import random_key
 from sordino.shared.ring import P, combine_planes
 from sordino.shared.rlwe import PARAMS, SEED_BYTES, U32, expand_uniform, pack, packed_bytes, unpack
 from sordino.shared.transport import DEFAULT_MAX_MESSAGE_BYTES

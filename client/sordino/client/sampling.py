@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from sordino.client.prg import KEY_BYTES, derive, random_key, uniform_mod_p
+from sordino.client.prg import uniform_mod_p
+from sordino.shared.prg import KEY_BYTES, derive, random_key
 from sordino.shared.ring import P
 
 _SEED_BYTES: Final = 9  # of a signed number that holds any 64 bits

@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from sordino.client.ledger import read_private, stage
-from sordino.client.prg import KEY_BYTES
 from sordino.shared.errors import PoolError, PoolSealedError
+from sordino.shared.prg import KEY_BYTES
 
 HEAD_NAME: Final = "pool.json"
 _FORMAT: Final = 1

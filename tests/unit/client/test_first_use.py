@@ -8,7 +8,8 @@ import sys
 
 TRY = """
 import os, signal, sys, threading, time
-from sordino.client.prg import derive, uniform_mod_p
+from sordino.client.prg import uniform_mod_p
+from sordino.shared.prg import derive
 import sordino.client.vault
 sys.setswitchinterval(1e-6)
 go = threading.Event()

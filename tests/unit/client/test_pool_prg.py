@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from sordino.client.prg import accept, derive, random_key, uniform_mod_p
+from sordino.client.prg import accept, uniform_mod_p
+from sordino.shared.prg import derive, random_key
 from sordino.shared.ring import P
 
 U32 = NDArray[np.uint32]

@@ -15,9 +15,9 @@ from pool_tools import fill, manifest, products, take_checked
 from sordino.client import ledger, poolfile, vault
 from sordino.client.pool import CheckVector, MaskPool
 from sordino.client.poolfile import BatchKeys, ChunkKeys, DataFile, Layout
-from sordino.client.prg import derive
 from sordino.client.vault import Vault
 from sordino.shared.errors import PoolError, PoolForeignError, PoolSealedError
+from sordino.shared.prg import derive
 
 
 @pytest.fixture

@@ -1,0 +1,274 @@
+"""A forward pass on shares (docs/two-party.md, §6): the same program for both parties, and its list of steps for the
+dealer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sordino.shared.errors import LimitError
+from sordino.shared.twoparty import numbers as nb
+from sordino.shared.twoparty.cells import Domain
+from sordino.shared.twoparty.numbers import Layer, Shape, integers, rotary
+from sordino.shared.twoparty.party import Party
+from sordino.shared.twoparty.steps import Dot, Mix, Trunc, TruncMul, TruncSquare
+from sordino.shared.twoparty.tables import Curve, Exp, Gated, Highest
+
+U64 = NDArray[np.uint64]
+Bool = NDArray[np.bool_]
+
+QKV, OUT, GATE_UP, DOWN = range(4)  # the matrices of a layer
+_SUM: Final = np.uint64(nb.SUM)
+
+
+class Linear(Protocol):
+    """Products of one party's shares with the server's matrices (§3)."""
+
+    def product(self, party: Party, layer: int, matrix: int, x: U64) -> U64:
+        """``[rows, in]`` to ``[rows, out]``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSteps:
+    """The steps of one layer, in order. ``kept`` is how many rows its cache has, with those of this pass."""
+
+    square: TruncSquare
+    root: Curve
+    normed: TruncMul
+    turned: Trunc
+    dot: Dot
+    highest: Highest
+    exp: Exp
+    total: Curve
+    mix: Mix
+    attended: TruncMul
+    cut: Trunc
+    square2: TruncSquare
+    root2: Curve
+    normed2: TruncMul
+    gated: Gated
+    cut2: Trunc
+
+    @classmethod
+    def of(cls, shape: Shape, layer: Layer, rows: int, kept: int) -> LayerSteps:
+        attention = (rows, shape.heads, shape.groups, shape.head, kept)
+        square = TruncSquare(rows, shape.d, nb.SUM)
+        root = root_mean_square(shape, rows)
+        qkv = (shape.heads + 2 * shape.groups) * shape.head
+        return cls(
+            square=square,
+            root=root,
+            normed=TruncMul(rows, qkv, nb.CUT_OUT, nb.CUT_ROOT),
+            turned=Trunc(rows * qkv, nb.CUT_TURNED),
+            dot=Dot(*attention),
+            highest=Highest(rows * shape.heads, kept, layer.score_bits, nb.SCORE_CELL, -48, 96),
+            exp=Exp(rows * shape.heads * kept, layer.score_bits + 2, nb.SCORE),
+            total=Curve(rows * shape.heads, Domain("reciprocal", nb.EXP - 6, nb.EXP + 11, nb.EXP, nb.TOTAL)),
+            mix=Mix(*attention),
+            attended=TruncMul(rows * shape.heads, shape.head, nb.EXP + layer.value - nb.MIXED, nb.CUT_TOTAL),
+            cut=Trunc(rows * shape.heads * shape.head, nb.CUT_ATTENDED),
+            square2=square,
+            root2=root,
+            normed2=TruncMul(rows, 2 * shape.inner, nb.CUT_OUT, nb.CUT_ROOT),
+            gated=Gated(rows * shape.inner, nb.GATE_BITS, nb.GATE_CELL, layer.gate_cell, layer.cut_up),
+            cut2=Trunc(rows * shape.inner, nb.CUT_GATED),
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([getattr(self, name) for name in self.__slots__])
+
+
+def root_mean_square(shape: Shape, rows: int) -> Curve:
+    """1 / sqrt of sums of squares, to which d * eps has been added."""
+    least = math.floor(math.log2(shape.d * shape.eps)) + 2 * nb.RESIDUAL
+    return Curve(rows, Domain("rsqrt", least, 61, 2 * nb.RESIDUAL, nb.ROOT))
+
+
+@dataclass(frozen=True, slots=True)
+class LastSteps:
+    """After the last layer."""
+
+    square: TruncSquare
+    root: Curve
+    normed: TruncMul
+
+    @classmethod
+    def of(cls, shape: Shape, rows: int) -> LastSteps:
+        return cls(
+            TruncSquare(rows, shape.d, nb.SUM), root_mean_square(shape, rows), TruncMul(rows, shape.d, 10, nb.CUT_ROOT)
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.square, self.root, self.normed])
+
+
+# Fraction bits of the hidden states that come out, which are to be multiplied by the root of d.
+HIDDEN: Final = nb.RESIDUAL + nb.NORM - 10 + nb.ROOT - nb.CUT_ROOT
+
+
+@dataclass(slots=True)
+class Cache:
+    """Keys and values in shares: each row opened once under a mask of its own, and this party's share of that mask.
+
+    ``opened`` and ``masks`` are ``[2, layers, rows, groups, head]``; row i belongs to append counter ``counters[i]``.
+    """
+
+    opened: U64
+    masks: U64
+    counters: list[int] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, shape: Shape, rows: int) -> Cache:
+        size = (2, shape.layers, rows, shape.groups, shape.head)
+        return cls(np.zeros(size, np.uint64), np.zeros(size, np.uint64))
+
+    def __len__(self) -> int:
+        return len(self.counters)
+
+    def extend(self, counters: Sequence[int], masks: U64) -> slice:
+        """Room for rows of these counters, with this party's shares of their masks ``[rows, 2, layers, groups, head]``.
+
+        Raises:
+            LimitError: the cache is full.
+        """
+        start, stop = len(self), len(self) + len(counters)
+        if stop > self.opened.shape[2]:
+            raise LimitError(f"a cache of {self.opened.shape[2]} positions is full")
+        self.masks[:, :, start:stop] = masks.transpose(1, 2, 0, 3, 4)
+        self.counters += counters
+        return slice(start, stop)
+
+    def crop(self, rows: int) -> None:
+        del self.counters[rows:]
+
+
+def steps(shape: Shape, layers: Sequence[Layer], rows: int, kept: int) -> Iterator[Any]:
+    """All steps of a pass of so many rows, after which the cache has ``kept``."""
+    for layer in layers:
+        yield from LayerSteps.of(shape, layer, rows, kept)
+    yield from LastSteps.of(shape, rows)
+
+
+def forward(
+    party: Party,
+    shape: Shape,
+    layers: Sequence[Layer],
+    last_norm: U64,
+    linear: Linear,
+    cache: Cache,
+    new: slice,
+    x: U64,
+    positions: NDArray[np.int64],
+    visible: Bool,
+) -> tuple[U64, U64]:
+    """Shares of the normed hidden states ``[rows, d]``, with ``HIDDEN`` fraction bits, and of how many wires left the
+    domain of a table: anything but 0 means that the hidden states are wrong.
+
+    Args:
+        x: shares of the embedded rows ``[rows, d]``, with ``RESIDUAL`` fraction bits.
+        new: the rows of the cache that are those of this pass.
+        visible: ``[rows, kept]``, what a row sees of the cache.
+    """
+    rows, kept = x.shape[0], new.stop
+    turn = rotary(shape, positions)
+    outside = np.zeros(1, np.uint64)
+    x = x << _SUM
+    for number, layer in enumerate(layers):
+        s = LayerSteps.of(shape, layer, rows, kept)
+        x, t, y, out = _normed(party, s.square, s.root, x, layer.norm1, linear, number, QKV, shape)
+        outside += out
+        attended, out = _attention(party, shape, layer, s, s.normed.run(party, y, t), turn, cache, number, new, visible)
+        outside += out
+        x = (x << _SUM) + linear.product(party, number, OUT, attended) * layer.out
+        x, t, y, out = _normed(party, s.square2, s.root2, x, layer.norm2, linear, number, GATE_UP, shape)
+        outside += out
+        both = s.normed2.run(party, y, t)
+        gate, up = both[:, : shape.inner] * layer.gate, both[:, shape.inner :] * layer.up
+        gated = s.cut2.run(party, s.gated.run(party, gate.reshape(-1), up.reshape(-1)))
+        x = (x << _SUM) + linear.product(party, number, DOWN, gated.reshape(rows, -1)) * layer.down
+    last = LastSteps.of(shape, rows)
+    x, squares = last.square.run(party, x)
+    t, inside = last.root.run(party, squares + party.public(_epsilon(shape, rows)))
+    outside += party.public(np.full(1, rows, np.uint64)) - inside.sum()
+    return last.normed.run(party, x * last_norm, t), outside
+
+
+def _epsilon(shape: Shape, rows: int) -> U64:
+    return np.full(rows, round(shape.d * shape.eps * 4**nb.RESIDUAL), np.uint64)
+
+
+def _normed(
+    party: Party,
+    square: TruncSquare,
+    root: Curve,
+    x: U64,
+    norm: U64,
+    linear: Linear,
+    number: int,
+    matrix: int,
+    shape: Shape,
+) -> tuple[U64, U64, U64, U64]:
+    """x truncated, 1 / its root mean square, the product of what is not normed yet, and how many are out of domain."""
+    x, squares = square.run(party, x)
+    y = linear.product(party, number, matrix, x * norm)
+    t, inside = root.run(party, squares + party.public(_epsilon(shape, len(x))))
+    return x, t, y, party.public(np.full(1, len(x), np.uint64)) - inside.sum()
+
+
+def _attention(
+    party: Party,
+    shape: Shape,
+    layer: Layer,
+    s: LayerSteps,
+    qkv: U64,
+    turn: tuple[nb.F64, nb.F64],
+    cache: Cache,
+    number: int,
+    new: slice,
+    visible: Bool,
+) -> tuple[U64, U64]:
+    rows, kept = len(qkv), new.stop
+    q, k, v = _split(shape, s.turned.run(party, _turned(shape, layer, qkv, turn)))
+    opened, masks = cache.opened[:, number, :kept], cache.masks[:, number, :kept]
+    masked, material = s.dot.begin(party, q)
+    shown, opened[0, new], opened[1, new] = party.open(masked, k - masks[0, new], v - masks[1, new])
+    scores = s.dot.end(party, shown, material, opened[0], masks[0])
+    seen = np.broadcast_to(visible[:, None, :], scores.shape)
+    top, above = s.highest.run(party, scores.reshape(-1, kept), seen.reshape(-1, kept))
+    e = s.exp.run(party, (scores - top.reshape(rows, -1, 1)).reshape(-1)).reshape(scores.shape) * seen
+    to_open, curve = s.total.begin(party, e.sum(axis=2, dtype=np.uint64).reshape(-1))
+    masked, material = s.mix.begin(party, e)
+    total, shown = party.open(to_open, masked)
+    z, inside = s.total.end(party, total, curve)
+    mixed = s.mix.end(party, shown, material, opened[1], masks[1])
+    attended = s.attended.run(party, mixed.reshape(-1, shape.head), z)
+    outside = party.public(np.full(1, len(z), np.uint64)) - inside.sum() + above.sum()
+    return s.cut.run(party, attended).reshape(rows, -1), outside
+
+
+def _turned(shape: Shape, layer: Layer, qkv: U64, turn: tuple[nb.F64, nb.F64]) -> U64:
+    """q and k turned by their positions, and all three by their scales: products with public integers."""
+    cos, sin = turn
+    rows, half = len(qkv), shape.head // 2
+    turning = shape.heads + shape.groups
+    heads = qkv.reshape(rows, -1, shape.head)
+    scales = layer.turned.reshape(-1, shape.head) * 2.0**nb.TURNED
+    other = np.concatenate([heads[:, :turning, half:], heads[:, :turning, :half]], axis=2)
+    crossed = np.concatenate([-scales[:turning, half:], scales[:turning, :half]], axis=1)
+    out = np.empty_like(heads)
+    out[:, :turning] = heads[:, :turning] * integers(cos[:, None, :] * scales[:turning])
+    out[:, :turning] += other * integers(sin[:, None, :] * crossed)
+    out[:, turning:] = heads[:, turning:] * integers(scales[turning:] * 2.0 ** (layer.value - nb.QUERY))
+    return out.reshape(rows, -1)
+
+
+def _split(shape: Shape, qkv: U64) -> tuple[U64, U64, U64]:
+    heads = qkv.reshape(len(qkv), -1, shape.head)
+    first, second = shape.heads, shape.heads + shape.groups
+    return heads[:, :first], heads[:, first:second], heads[:, second:]

@@ -1,0 +1,190 @@
+"""The public numbers of a model in profile ``two-party``: norms, scales and biases as integers, and the scale budget
+(docs/two-party.md, §7). Both parties make them from the same tensors, and compare digests.
+
+The bounds come from the matrices, so the server makes :class:`Bounds` and publishes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sordino.shared.errors import RangeError, UnsupportedModelError
+from sordino.shared.twoparty.tables import EXP_PUBLIC, EXP_SHARE, GATED
+
+F64 = NDArray[np.float64]
+F32 = NDArray[np.float32]
+U64 = NDArray[np.uint64]
+
+RESIDUAL: Final = 14  # fraction bits
+SUM: Final = 28  # more bits that the residual has until it is opened
+NORM: Final = 12  # of norm weights
+INPUT: Final = 16  # of the inputs of o_proj and down_proj
+ROOT: Final = 48  # of 1 / norm of the residual
+CUT_ROOT: Final = 22  # bits that are cut off of it before it multiplies
+CUT_OUT: Final = 18  # of the outputs of a matrix before they are multiplied by it
+# Fraction bits of such products, before the scale of their channel and the root of d.
+NORMED: Final = RESIDUAL + NORM - CUT_OUT + ROOT - CUT_ROOT
+TURNED: Final = 18  # of the integers of rotary table and scales
+CUT_TURNED: Final = 40
+QUERY: Final = NORMED + TURNED - CUT_TURNED
+SCORE: Final = 2 * QUERY
+SCORE_CELL: Final = SCORE + 1  # log2: 2 nats
+EXP: Final = EXP_SHARE + EXP_PUBLIC
+MIXED: Final = 15  # of sums of values, cut
+TOTAL: Final = 44  # of 1 / sum
+CUT_TOTAL: Final = 22
+CUT_ATTENDED: Final = MIXED + TOTAL - CUT_TOTAL - INPUT
+LONGEST: Final = 2048  # positions of a cache, for which sums of values must fit
+GATE_CELL: Final = 48  # log2 of a gate's cell
+UP: Final = 14
+CUT_GATED: Final = GATED + UP - INPUT
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a decoder with gated MLP, RMSNorm and rotary positions."""
+
+    layers: int
+    d: int
+    heads: int
+    groups: int
+    head: int
+    inner: int
+    eps: float
+    theta: float
+    positions: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Shape:
+        """From a ``config.json``.
+
+        Raises:
+            UnsupportedModelError: another kind of model.
+        """
+        if config.get("model_type") != "llama" or config.get("hidden_act") != "silu":
+            raise UnsupportedModelError(f"profile two-party knows Llama-like models, not {config.get('model_type')!r}")
+        rope = config.get("rope_parameters") or {}
+        if rope.get("rope_type", "default") != "default":
+            raise UnsupportedModelError(f"profile two-party knows plain rotary positions, not {rope['rope_type']!r}")
+        heads = int(config["num_attention_heads"])
+        return cls(
+            layers=int(config["num_hidden_layers"]),
+            d=int(config["hidden_size"]),
+            heads=heads,
+            groups=int(config.get("num_key_value_heads") or heads),
+            head=int(config.get("head_dim") or config["hidden_size"] // heads),
+            inner=int(config["intermediate_size"]),
+            eps=float(config["rms_norm_eps"]),
+            theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+            positions=int(config["max_position_embeddings"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of one layer, proven by Cauchy and Schwarz from its norms and matrices: largest magnitudes, real numbers."""
+
+    gate: float
+    up: float
+    value: float
+    score: float
+
+
+_SLACK: Final = 1 + 2**-9  # rsqrt's error, and roundings
+
+
+def bounds(shape: Shape, qkv: F64, norm1: F64, gate_up: F64, norm2: F64) -> Bounds:
+    """By the real matrices ``[out, in]``, scales included. The input of a matrix has norm <= sqrt(d) before the norm's
+    weights, which go with the matrix."""
+    root = math.sqrt(shape.d) * _SLACK
+    after = qkv * norm1
+    q_rows, k_rows = shape.heads * shape.head, shape.groups * shape.head
+    q = after[:q_rows].reshape(shape.heads, shape.head, -1)
+    k = after[q_rows : q_rows + k_rows].reshape(shape.groups, shape.head, -1)
+    norms_q, norms_k = np.linalg.norm(q, 2, axis=(1, 2)), np.linalg.norm(k, 2, axis=(1, 2))
+    scores = norms_q * np.repeat(norms_k, shape.heads // shape.groups) * root**2 / math.sqrt(shape.head)
+    rows = root * np.linalg.norm(gate_up * norm2, axis=1)
+    return Bounds(
+        gate=float(rows[: shape.inner].max()),
+        up=float(rows[shape.inner :].max()),
+        value=float(root * np.linalg.norm(after[q_rows + k_rows :], axis=1).max()),
+        score=float(scores.max()),
+    )
+
+
+def integers(values: F64) -> U64:
+    """Rounded, as words of Z_2^64."""
+    return np.rint(values).astype(np.int64).view(np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's public integers, and what its tables must hold.
+
+    Attributes:
+        norm1, norm2: ``[d]``. turned: scales of q, k and v, reals ``[heads*head + 2*groups*head]``, which go into the
+            rotary table. out, gate, up, down: integers by which outputs are multiplied.
+        value: fraction bits of values. score_bits: of the numbers of cells of scores. gate_cell: of SiLU's table, a
+            real number. cut_up: bits cut off of up.
+    """
+
+    norm1: U64
+    norm2: U64
+    turned: F64
+    out: U64
+    gate: U64
+    up: U64
+    down: U64
+    value: int
+    score_bits: int
+    gate_cell: float
+    cut_up: int
+
+
+GATE_BITS: Final = 10
+
+
+def layer(shape: Shape, tensors: Mapping[str, F32], prefix: str, limit: Bounds) -> Layer:
+    """From the client bundle's tensors.
+
+    Raises:
+        RangeError: a wire would not fit.
+    """
+
+    def real(name: str) -> F64:
+        return tensors[prefix + name].astype(np.float64)
+
+    cell = 2.02 * limit.gate / 2**GATE_BITS
+    # Fraction bits that up may have before it is cut.
+    up_bits = min(NORMED + TURNED, 60 - math.ceil(math.log2(limit.up)))
+    if math.log2(limit.gate * limit.up) + GATED + UP > 61:
+        raise RangeError(f"{prefix}: products of gate and up do not fit")
+    root, grown = math.sqrt(shape.d), 2.0 ** (RESIDUAL + SUM - INPUT)
+    scales = [real(f"self_attn.{name}_proj.scale") for name in "qkv"]
+    return Layer(
+        norm1=integers(real("input_layernorm.weight") * 2**NORM),
+        norm2=integers(real("post_attention_layernorm.weight") * 2**NORM),
+        turned=root * np.concatenate([scales[0] / math.sqrt(shape.head), *scales[1:]]),
+        out=integers(real("self_attn.o_proj.scale") * grown),
+        gate=integers(real("mlp.gate_proj.scale") * root * 2.0 ** (GATE_CELL - NORMED) / cell),
+        up=integers(real("mlp.up_proj.scale") * root * 2.0 ** (up_bits - NORMED)),
+        down=integers(real("mlp.down_proj.scale") * grown),
+        value=min(QUERY + 2, 61 - EXP - math.ceil(math.log2(limit.value * LONGEST))),
+        score_bits=math.ceil(math.log2(limit.score + 4)),
+        gate_cell=cell,
+        cut_up=up_bits - UP,
+    )
+
+
+def rotary(shape: Shape, positions: NDArray[np.int64]) -> tuple[F64, F64]:
+    """Cosines and sines, ``[rows, head]``."""
+    half = np.arange(0, shape.head, 2, dtype=np.float64) / shape.head
+    angles = positions[:, None] * shape.theta**-half
+    both = np.concatenate([angles, angles], axis=1)
+    return np.cos(both), np.sin(both)

@@ -1,0 +1,161 @@
+"""The steps of a pass that need the dealer: what each opens, and what it makes of it (docs/two-party.md).
+
+A step is its sizes; :mod:`sordino.dealer.deal` makes the material of each. All arrays are shares, ``uint64``, of signed
+fixed-point numbers; integers wrap. Wires are bounded by 2^62 where a step truncates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sordino.shared.twoparty.party import Party
+
+U64 = NDArray[np.uint64]
+I64 = NDArray[np.int64]
+
+_OFFSET: Final = np.uint64(1 << 62)
+_TOP: Final = np.uint64(63)
+_ONE: Final = np.uint64(1)
+
+
+@dataclass(slots=True)
+class Halves:
+    """A truncated wire P - A + w B: P and w public, A = r >> k and B = r's top bit * 2^(64-k) shares (§4)."""
+
+    p: U64
+    w: U64
+    a: U64
+    b: U64
+
+    def value(self, party: Party) -> U64:
+        """The share of it."""
+        return party.public(self.p) - self.a + self.w * self.b
+
+
+def masked(party: Party, x: U64, r: U64) -> U64:
+    """What is sent of a wire that is truncated."""
+    return x + r + party.public(_OFFSET)
+
+
+def halves(opened: U64, k: int, a: U64, b: U64) -> Halves:
+    """Lemma 2."""
+    shift = np.uint64(k)
+    return Halves((opened >> shift) - (_OFFSET >> shift), _ONE - (opened >> _TOP), a, b)
+
+
+@dataclass(frozen=True, slots=True)
+class Trunc:
+    """|x| < 2^62 to floor(x / 2^k), or one more: ``[n]``."""
+
+    n: int
+    k: int
+
+    def run(self, party: Party, x: U64) -> U64:
+        tape = party.tape
+        r, a, b = tape.words(self.n), tape.given(self.n), tape.given(self.n)
+        (opened,) = party.open(masked(party, x.reshape(-1), r))
+        return halves(opened, self.k, a, b).value(party).reshape(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TruncSquare:
+    """``[rows, d]`` to x truncated, and the sum of its squares of each row: one round. k <= 32, so that B^2 = 0."""
+
+    rows: int
+    d: int
+    k: int
+
+    def run(self, party: Party, x: U64) -> tuple[U64, U64]:
+        tape, shape = party.tape, (self.rows, self.d)
+        r, a, b, aa, ab = tape.words(*shape), *(tape.given(*shape) for _ in range(4))
+        (opened,) = party.open(masked(party, x, r))
+        h = halves(opened, self.k, a, b)
+        two = np.uint64(2)
+        # (P - A + wB)^2, w^2 = w
+        squares = party.public(h.p * h.p) + aa - two * h.p * a + two * h.w * (h.p * b - ab)
+        return h.value(party), squares.sum(axis=1, dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class TruncMul:
+    """``y [n, m]`` truncated by ky times ``t [n]`` truncated by kt: ``[n, m]``, one round."""
+
+    n: int
+    m: int
+    ky: int
+    kt: int
+
+    def run(self, party: Party, y: U64, t: U64) -> U64:
+        tape, shape = party.tape, (self.n, self.m)
+        ry, rt = tape.words(*shape), tape.words(self.n)
+        ya, yb, ta, tb = tape.given(*shape), tape.given(*shape), tape.given(self.n), tape.given(self.n)
+        aa, ab, ba, bb = (tape.given(*shape) for _ in range(4))
+        opened_y, opened_t = party.open(masked(party, y, ry), masked(party, t, rt))
+        hy, ht = halves(opened_y, self.ky, ya, yb), halves(opened_t, self.kt, ta, tb)
+        p, w = ht.p[:, None], ht.w[:, None]
+        # (P - A + wB)(p - a + vb), the shares of masks alone first
+        out = aa - w * ab - hy.w * (ba - w * bb)
+        out += hy.p * (ht.w * ht.b - ht.a)[:, None] + p * (hy.w * hy.b - hy.a)
+        return out + party.public(hy.p * p)
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """``left [rows, heads, k]``, opened now, with ``right [kept, groups, k]`` of the cache, opened when it was
+    appended: ``[rows, heads, kept]``. A group is shared by heads / groups heads that follow each other."""
+
+    rows: int
+    heads: int
+    groups: int
+    k: int
+    kept: int
+
+    def begin(self, party: Party, left: U64) -> tuple[U64, tuple[U64, U64]]:
+        """What is to be opened, and what :meth:`end` needs."""
+        a = party.tape.words(self.rows, self.heads, self.k)
+        return left - a, (a, party.tape.given(self.rows, self.heads, self.kept))
+
+    def end(self, party: Party, opened: U64, material: tuple[U64, U64], right: U64, b: U64) -> U64:
+        """By ``right`` as it was opened, and the share ``b`` of its mask."""
+        a, ab = material
+        # (l + a)(R + b) = l R + a R + l b + a b, of which l R is public
+        return ab + dot(party.public(opened) + a, right) + dot(opened, b)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """As :class:`Dot`, ``left [rows, heads, kept]`` with ``right [kept, groups, k]``: ``[rows, heads, k]``."""
+
+    rows: int
+    heads: int
+    groups: int
+    k: int
+    kept: int
+
+    def begin(self, party: Party, left: U64) -> tuple[U64, tuple[U64, U64]]:
+        a = party.tape.words(self.rows, self.heads, self.kept)
+        return left - a, (a, party.tape.given(self.rows, self.heads, self.k))
+
+    def end(self, party: Party, opened: U64, material: tuple[U64, U64], right: U64, b: U64) -> U64:
+        a, ab = material
+        return ab + mix(party.public(opened) + a, right) + mix(opened, b)
+
+
+def dot(left: U64, right: U64) -> U64:
+    """``[rows, heads, k]`` by ``[kept, groups, k]``: ``[rows, heads, kept]``."""
+    rows, heads, k = left.shape
+    groups = right.shape[1]
+    grouped = left.reshape(rows, groups, heads // groups, k)
+    return np.einsum("rghk,tgk->rght", grouped, right).reshape(rows, heads, -1)
+
+
+def mix(left: U64, right: U64) -> U64:
+    """``[rows, heads, kept]`` by ``[kept, groups, k]``: ``[rows, heads, k]``."""
+    rows, heads, kept = left.shape
+    groups = right.shape[1]
+    grouped = left.reshape(rows, groups, heads // groups, kept)
+    return np.einsum("rght,tgk->rghk", grouped, right).reshape(rows, heads, -1)
