@@ -140,10 +140,9 @@ class Provisioner:
             add_products(c0[i], small[:, :columns], self._b[i], i, params)
             add_products(c1[i], small[:, :columns], self._a[i], i, params)
             q = np.uint32(params.primes[i])
-            c1[i] += small[:, columns:]
-            np.minimum(c1[i], c1[i] - q, out=c1[i])  # what is below q wraps around
+            c1[i] = (c1[i] + small[:, columns:]) % q
             intt_of_prime(c0[i], i, params)
-            first[i] = c0[i][read] + encode(s, e0, i, params)
+            first[i] = (c0[i][read] + encode(s, e0, i, params)) % q
             add_flood(first[i], flood, i, params)
 
         self._each(work)
