@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
 from dataclasses import replace
 
@@ -40,18 +41,27 @@ def times(weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def composed(d: np.ndarray) -> np.ndarray:
-    """Residues ``[primes, ...]`` to integers in [0, q), as Python's."""
-    parts = [d[i].astype(object) * (pow(Q // q, -1, q) * (Q // q)) for i, q in enumerate(PRIMES)]
-    return sum(parts) % Q
+    """Residues modulo the first primes, ``[primes, ...]``, to Python's integers."""
+    whole = math.prod(PRIMES[: len(d)])
+    parts = [x.astype(object) * (pow(whole // q, -1, q) * (whole // q)) for x, q in zip(d, PRIMES, strict=False)]
+    return sum(parts) % whole
 
 
 def rounded(m: np.ndarray) -> np.ndarray:
     return (Q * m.astype(object) + T // 2) // T
 
 
-def noise(key: WordKey, message: bytes, shape: WordShape, columns: int) -> np.ndarray:
-    """What the key's holder sees beside the result, centred, as Python's integers ``[outputs * rows, columns]``."""
-    phase = key._phase(*lwe.unpack_answer(message, shape, columns), shape)
+def hidden(key: WordKey, weights: np.ndarray, request: list[bytes], shape: WordShape) -> tuple[np.ndarray, np.ndarray]:
+    """Both halves of an answer before they are switched, where all of their noise can be seen."""
+    provisioner = Provisioner(key.public)
+    c0, c1 = lwe.unpack_seeded(request[0], shape.input_blocks)
+    products = provisioner._products(weights, c0, c1, shape, 0, shape.output_blocks)
+    return provisioner._hidden(*products, shape)[:2]
+
+
+def noise(key: WordKey, c0: np.ndarray, c1: np.ndarray, shape: WordShape) -> np.ndarray:
+    """What the key's holder sees beside the result, centred, as Python's integers ``[outputs * rows, C]``."""
+    phase = key._phase(c0, c1, shape)
     x = (composed(phase) - rounded(lwe.decode(phase)) + Q // 2) % Q
     return x - Q // 2
 
@@ -135,19 +145,37 @@ def test_encoding_equals_python_integers() -> None:
             assert (lwe.encode(m, e, i) == (expected % q).astype(np.uint32)).all()
 
 
-@pytest.mark.parametrize("share", [-1.0, -0.5, 0.0, 0.5, 1.0])
-def test_decoding_bears_all_noise_of_the_budget_and_no_more(share: float) -> None:
-    m = np.concatenate([EDGES, words((500,))])
-    whole = int(share * (WORD_PARAMS.budget() + FLOOD))
+def residues(x: np.ndarray) -> np.ndarray:
+    return np.stack([(x % q).astype(np.uint32) for q in PRIMES])
 
-    def decoded(extra: int) -> np.ndarray:
-        x = (rounded(m) + extra) % Q
-        return lwe.decode(np.stack([(x % q).astype(np.uint32) for q in PRIMES]))
 
-    assert (decoded(whole) == m).all()
-    if abs(share) == 1:
-        beyond = (Q // (2 * T)) * 101 // 100
-        assert (decoded(beyond if share > 0 else -beyond) == m + np.uint64(int(share) % T)).all()
+def test_decoding_equals_python_integers() -> None:
+    x = np.array([int.from_bytes(os.urandom(24)) % Q for _ in range(500)] + [0, 1, Q - 1], object)
+    for d in (residues(x), residues(x)[:3]):
+        whole = math.prod(PRIMES[: len(d)])
+        assert lwe.decode(d).tolist() == [(2 * T * v + whole) // (2 * whole) % T for v in (x % whole).tolist()]
+
+
+def test_switching_rounds() -> None:
+    x = np.array([int.from_bytes(os.urandom(24)) % Q for _ in range(500)] + [0, 1, Q - 1, Q // 2], object)
+    small, part = math.prod(PRIMES[:3]), math.prod(PRIMES[3:])
+    off = (composed(lwe.switch(residues(x))) * part - x + Q // 2) % Q - Q // 2
+    assert small * part == Q
+    assert max(abs(off)) <= part // 2 + (part >> 26)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_decoding_bears_all_noise_of_the_budget_and_no_more(sign: int) -> None:
+    """Noise and flood at their largest, and then the rounding of switching."""
+    m, small = np.concatenate([EDGES, words((500,))]), math.prod(PRIMES[:3])
+
+    def decoded(noise: int) -> np.ndarray:
+        x = composed(lwe.switch(residues((rounded(m) + sign * noise) % Q))) + sign * N // 2
+        return lwe.decode(residues(x % small)[:3])
+
+    largest = int(WORD_PARAMS.budget()) + FLOOD
+    assert (decoded(largest) == m).all()
+    assert (decoded(largest + largest // 100) == m + np.uint64(sign % T)).all()
 
 
 def test_flood_is_made_of_its_words() -> None:
@@ -225,10 +253,9 @@ def test_worst_noise_is_below_its_bound(key: WordKey, rows: int, monkeypatch: py
     monkeypatch.setattr("sordino.client.twoparty.linear.random_errors", largest)
     monkeypatch.setattr(server, "random_errors", largest)
     monkeypatch.setattr(server, "add_flood", lambda *_: None)
-    m, n = 3, 300
+    m, n = 3, 16
     shape, weights = word_shape(rows, n, m), np.full((m, n), 127, np.int8)
-    answer, _ = answered(key, weights, words((rows, n)), shape)
-    found = noise(key, answer[0], shape, shape.output_blocks)
+    found = noise(key, *hidden(key, weights, key.requests(words((rows, n)), shape), shape), shape)
     l1 = largest_l1(weights, shape)
     assert l1 == 127 * n * min(shape.outputs, m)
     assert 0.5 * 21 * l1 < max(abs(found.min()), found.max()) <= WORD_PARAMS.noise_bound(l1)
@@ -248,8 +275,8 @@ def chi_square(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def noises(key: WordKey, weight: int) -> np.ndarray:
-    answer, _ = answered(key, np.full((1, 8), weight, np.int8), words((N, 8)), BATCH)
-    return noise(key, answer[0], BATCH, 1)[:, 0]
+    weights, request = np.full((1, 8), weight, np.int8), key.requests(words((N, 8)), BATCH)
+    return noise(key, *hidden(key, weights, request, BATCH), BATCH)[:, 0]
 
 
 def test_noise_is_that_of_the_flood_whatever_w(key: WordKey, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,11 +299,11 @@ def test_weights_are_not_in_the_noise(key: WordKey, monkeypatch: pytest.MonkeyPa
 
     def estimate() -> np.ndarray:
         request = key.requests(r, BATCH)
-        c0, c1 = lwe.unpack_seeded(request[0], 8)
-        intt(c0, WORD_PARAMS)
-        e = (composed(key._phase(c0, c1, BATCH)) - rounded(r) + Q // 2) % Q - Q // 2
-        (answer, _), *_ = Provisioner(key.public).answers(weights, request, BATCH)
-        seen = noise(key, answer, BATCH, 1).astype(float)
+        sent = lwe.unpack_seeded(request[0], 8)
+        for half in sent:
+            intt(half, WORD_PARAMS)
+        e = (composed(key._phase(*sent, BATCH)) - rounded(r) + Q // 2) % Q - Q // 2
+        seen = noise(key, *hidden(key, weights, request, BATCH), BATCH).astype(float)
         return np.linalg.lstsq(e.astype(float), seen[:, 0], rcond=None)[0]
 
     assert np.abs(estimate()).min() > 1e6
@@ -284,37 +311,27 @@ def test_weights_are_not_in_the_noise(key: WordKey, monkeypatch: pytest.MonkeyPa
     assert np.abs(estimate() - weights[0]).max() < 12  # ten deviations
 
 
-def solved(a: np.ndarray, b: np.ndarray, q: int) -> list[int]:
-    """The solution of a x = b modulo a prime, by elimination."""
-    rows = [[*map(int, line), int(y)] for line, y in zip(a, b, strict=True)]
-    for k in range(len(rows)):
-        pivot = next(i for i in range(k, len(rows)) if rows[i][k])
-        rows[k], rows[pivot] = rows[pivot], rows[k]
-        inverse = pow(rows[k][k], -1, q)
-        rows[k] = [v * inverse % q for v in rows[k]]
-        for i in range(len(rows)):
-            if i != k:
-                rows[i] = [(v - rows[i][k] * w) % q for v, w in zip(rows[i], rows[k], strict=True)]
-    return [row[-1] for row in rows]
-
-
 def test_weights_are_not_in_the_second_half(key: WordKey, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the encryption of zero the second half is W times what the client sent: eight points give a row of W."""
-    weights, q = matrix(1, 8, seed=4), PRIMES[0]
-    request = key.requests(words((N, 8)), BATCH)
-    sent = expand_uniform(request[0][:SEED_BYTES], 0, (N, 8), WORD_PARAMS)[0]
+    """Without the encryption of zero the second half is W times what the client sent, rounded: it tries all W."""
+    shape, weights = replace(BATCH, in_features=2), matrix(1, 2, seed=4)
+    request = key.requests(words((N, 2)), shape)
+    sent = expand_uniform(request[0][:SEED_BYTES], 0, (N, 2), WORD_PARAMS)
+    intt(sent, WORD_PARAMS)
+    unit = 1 << 60
+    known = (composed(sent[:, :2]) * unit // Q).astype(np.int64)
+    tried = np.stack(np.meshgrid(np.arange(-127, 128), np.arange(-127, 128)), axis=-1).reshape(-1, 2)
 
-    def attack(first: int) -> list[int]:
-        (answer, _), *_ = Provisioner(key.public).answers(weights, request, BATCH)
-        _, c1 = lwe.unpack_answer(answer, BATCH, 1)
-        found = solved(sent[first : first + 8], c1[0, first : first + 8, 0], q)
-        return [v - q if v > q // 2 else v for v in found]
+    def attack() -> list[list[int]]:
+        (answer, _), *_ = Provisioner(key.public).answers(weights, request, shape)
+        _, c1 = lwe.unpack_answer(answer, shape, 1)
+        seen = (composed(c1[:, :2, 0]) * unit // math.prod(PRIMES[:3])).astype(np.int64)
+        off = (tried @ known.T - seen + unit // 2) % unit - unit // 2  # of both coefficients, as parts of the modulus
+        return tried[(np.abs(off) < 1 << 12).all(axis=1)].tolist()
 
-    assert max(map(abs, attack(0))) > 127
-    assert attack(0) != attack(0)
+    assert attack() == []
     for drawn in ("random_ternary", "random_errors"):
         monkeypatch.setattr(server, drawn, lambda shape: np.zeros(shape, np.int8))
-    assert attack(0) == attack(1000) == weights[0].tolist()
+    assert attack() == weights.tolist()
 
 
 def test_the_same_request_is_answered_differently(key: WordKey) -> None:

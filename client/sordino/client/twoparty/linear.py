@@ -47,7 +47,7 @@ class WordKey:
         self._parallel = parallel
         s = random_ternary((params.n, 1))
         self._s = np.stack([lift(s, i, params) for i in range(len(params.primes))])
-        self._each(lambda i: ntt_of_prime(self._s[i], i, params))
+        self._each(lambda i: ntt_of_prime(self._s[i], i, params), len(params.primes))
         self.public = self._encrypted(np.zeros((params.n, 1), np.uint64))
 
     def __repr__(self) -> str:
@@ -98,21 +98,23 @@ class WordKey:
             ntt_of_prime(c0[i], i, params)
             add_products(c0[i], c1[i], np.uint32(params.primes[i]) - self._s[i], i, params)
 
-        self._each(work)
+        self._each(work, len(params.primes))
         return pack_seeded(seed, c0)
 
     def _phase(self, c0: U32, c1: U32, shape: WordShape) -> U32:
-        """c0 + c1 s at the coefficients that are read, residues ``[primes, outputs * rows, C]``."""
-        params, read = self._params, useful(shape)
+        """c0 + c1 s modulo as many primes as are given, like c0: of coefficients, ``[primes, outputs * rows, C]`` those
+        that are read, and ``[primes, N, C]``."""
+        params, read, out = self._params, useful(shape), np.empty_like(c0)
 
         def work(i: int) -> None:
-            product = np.zeros_like(c1[i])
-            add_products(product, c1[i], self._s[i], i, params)
+            points, product = c1[i].copy(), np.zeros_like(c1[i])
+            ntt_of_prime(points, i, params)
+            add_products(product, points, self._s[i], i, params)
             intt_of_prime(product, i, params)
-            c0[i] = (c0[i] + product[read]) % np.uint32(params.primes[i])
+            out[i] = (c0[i] + product[read]) % np.uint32(params.primes[i])
 
-        self._each(work)
-        return c0
+        self._each(work, len(c0))
+        return out
 
-    def _each(self, work: Callable[[int], None]) -> None:
-        each_prime(work, self._parallel, len(self._params.primes))
+    def _each(self, work: Callable[[int], None], primes: int) -> None:
+        each_prime(work, self._parallel, primes)

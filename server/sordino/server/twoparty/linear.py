@@ -38,6 +38,7 @@ from sordino.shared.twoparty.lwe import (
     random_errors,
     random_ternary,
     random_words,
+    switch,
     unpack_seeded,
 )
 
@@ -106,7 +107,8 @@ class Provisioner:
             d0, d1 = self._products(weights, c0, c1, shape, start, stop)
             for a, b in messages(stop - start):
                 some0, some1 = np.ascontiguousarray(d0[:, :, a:b]), np.ascontiguousarray(d1[:, :, a:b])
-                answer, s = self._hidden(some0, some1, shape)
+                e0, e1, s = self._hidden(some0, some1, shape)
+                answer = pack_answer(switch(e0, self._params), switch(e1, self._params))
                 yield answer, decode_words(s, shape, start + a)
 
     def _products(self, weights: I8, c0: U32, c1: U32, shape: WordShape, start: int, stop: int) -> tuple[U32, U32]:
@@ -122,8 +124,9 @@ class Provisioner:
         self._each(work)
         return out[0], out[1]
 
-    def _hidden(self, c0: U32, c1: U32, shape: WordShape) -> tuple[bytes, U64]:
-        """A message made of products ``[primes, N, C]`` in NTT form, overwritten; and s ``[outputs * rows, C]``."""
+    def _hidden(self, c0: U32, c1: U32, shape: WordShape) -> tuple[U32, U32, U64]:
+        """Products ``[primes, N, C]`` in NTT form, overwritten, to what may be shown of them: both halves as
+        coefficients, of the first those that are read, and s ``[outputs * rows, C]``."""
         params, read = self._params, useful(shape)
         columns, count = c0.shape[2], len(read) * c0.shape[2]
         if self.coefficients + count > 1 << LIFETIME_LOG2:
@@ -135,18 +138,18 @@ class Provisioner:
         first = np.empty((len(c0), *s.shape), np.uint32)
 
         def work(i: int) -> None:
-            small = lift(np.concatenate([u, e1], axis=1), i, params)
+            q, small = np.uint32(params.primes[i]), lift(u, i, params)
             ntt_of_prime(small, i, params)
-            add_products(c0[i], small[:, :columns], self._b[i], i, params)
-            add_products(c1[i], small[:, :columns], self._a[i], i, params)
-            q = np.uint32(params.primes[i])
-            c1[i] = (c1[i] + small[:, columns:]) % q
-            intt_of_prime(c0[i], i, params)
-            first[i] = (c0[i][read] + encode(s, e0, i, params)) % q
+            add_products(c0[i], small, self._b[i], i, params)
+            add_products(c1[i], small, self._a[i], i, params)
+            both = np.concatenate([c0[i], c1[i]], axis=1)
+            intt_of_prime(both, i, params)
+            first[i] = (both[read, :columns] + encode(s, e0, i, params)) % q
             add_flood(first[i], flood, i, params)
+            c1[i] = (both[:, columns:] + lift(e1, i, params)) % q
 
         self._each(work)
-        return pack_answer(first, c1), s
+        return first, c1, s
 
     def _each(self, work: Callable[[int], None]) -> None:
         each_prime(work, self._parallel, len(self._params.primes))

@@ -3,7 +3,11 @@
 As :mod:`sordino.shared.rlwe`, whose transforms and codec serve here too: a ciphertext is (c0, c1) with c0 + c1*s =
 round(q m / 2^64) + noise, polynomials are columns, ``[primes, N, C]`` of ``uint32`` in NTT form. What differs is that
 an answer must tell the holder of the key nothing on W beside the result, so its noise is drowned in a much larger one
-(docs/two-party.md, section 3, Lemma 5). Answers are not switched to a smaller modulus: Lemma 5 says nothing of those.
+(docs/two-party.md, section 3, Lemma 5).
+
+An answer is then switched to a modulus of three primes. Lemma 5 holds for it as for the pair that it is made of:
+switching is a function of that pair alone, without W or any secret, and so is leaving out coefficients. What a function
+makes of two pairs that cannot be told apart cannot be told apart either; the simulator switches what it has drawn.
 
 Nothing here holds a key: those are in ``sordino.client.twoparty.linear``.
 """
@@ -45,7 +49,8 @@ WORD_BITS: Final = 64  # log2 of the plaintext modulus
 # coefficients (SmolLM2-135M has 2^17.3 a token).
 DISTANCE_LOG2: Final = -40
 LIFETIME_LOG2: Final = 44
-_NOT_SWITCHED: Final = "answers of this profile are not switched to another modulus"
+# Primes of a switched answer: the fewest whose product exceeds 2^65 times the rounding of N coefficients.
+ANSWER_PRIMES: Final = 3
 # Columns of a message: 3 MB of residues of one half.
 MESSAGE_BLOCKS: Final = 16
 
@@ -78,17 +83,22 @@ class WordParams(RlweParams):
         if not WORD_BITS <= self.flood_bits < 2 * WORD_BITS - 1:
             raise ValueError(f"a flood of 2^{self.flood_bits} is not made of two words")
         if self.budget() <= self.noise_bound(0):
-            raise ValueError(f"a flood of 2^{self.flood_bits} leaves no room below q / 2^{WORD_BITS + 1}")
+            raise ValueError(f"a flood of 2^{self.flood_bits} leaves no room for decoding")
 
     def budget(self, bits: int = 0) -> float:
-        """Largest noise beside the flood that still decodes: q / 2^65, less what the decoder rounds off, less 2^F.
+        """Largest noise beside the flood, before switching, that still decodes.
+
+        With q' the product of the primes of an answer, that is q' / 2^65, less what the decoder rounds off, less the
+        rounding of both halves f0 + f1 s, |f0 + f1 s| <= (1 + N) / 2 (1 + 2^-25): all this times q / q', less 2^F.
 
         Raises:
-            ValueError: ``bits`` is not 0; answers are not switched.
+            ValueError: ``bits`` is not 0; answers are not switched to a power of two.
         """
         if bits:
-            raise ValueError(_NOT_SWITCHED)
-        return float(self.q / 2 ** (WORD_BITS + 1)) * (1 - 2.0**-27) - 2.0**self.flood_bits
+            raise ValueError("answers of this profile are not switched to a power of two")
+        answer = math.prod(self.primes[:ANSWER_PRIMES])
+        room = float(answer / 2 ** (WORD_BITS + 1)) * (1 - 2.0**-27) - (1 + self.n) / 2 * (1 + 2.0**-25)
+        return room * (self.q / answer) - 2.0**self.flood_bits
 
     def noise_bound(self, l1: int) -> int:
         """B of Lemma 5: the largest noise beside the flood, W e + u e_pk + e0 + e1 s and roundings.
@@ -114,8 +124,8 @@ class WordParams(RlweParams):
             raise RangeError(f"{name}: the noise of an L1 norm of {l1} is not hidden; use blocks of fewer outputs")
 
 
-# log2 q = 188.93, q / 2^65 = 2^123.9. F = 108 would hide rows of an L1 norm up to 2^17.6, hence those of SmolLM2-135M,
-# but neither blocks of several outputs nor larger models; a larger F costs nothing.
+# log2 q = 188.93, and up to 2^123.8 decodes. F = 108 would hide rows of an L1 norm up to 2^17.6, hence those of
+# SmolLM2-135M, but neither blocks of several outputs nor larger models; a larger F costs nothing.
 WORD_PARAMS: Final = WordParams(
     n=8192,
     primes=(133857281, 133644289, 133611521, 133513217, 133251073, 132825089, 132759553),
@@ -218,12 +228,42 @@ def add_flood(out: U32, words: U64, i: int, params: WordParams = WORD_PARAMS) ->
 
 
 @cache
-def _decoders(params: WordParams) -> U64:
+def answer_params(params: WordParams = WORD_PARAMS) -> RlweParams:
+    """The ring of switched answers."""
+    return RlweParams(n=params.n, primes=params.primes[:ANSWER_PRIMES], eta=params.eta)
+
+
+@compiled
+def _drop(x: U32, last: U32, q: int, dropped: int, inverse: int) -> None:
+    """x = (x - last) / dropped modulo q, for ``last`` modulo the prime that is dropped, centred."""
+    per_one, half = 1.0 / q, np.uint32(dropped // 2)
+    for k in range(x.size):
+        v = last[k]
+        up = np.uint64(2 * q) - np.uint64(v) + np.uint64(dropped if v > half else 0)
+        x[k] = np.uint32(reduced((np.uint64(x[k]) + up) * np.uint64(inverse), q, per_one))
+
+
+def switch(d: U32, params: WordParams = WORD_PARAMS) -> U32:
+    """Coefficients ``[primes, k, C]`` modulo q to q', the product of the first three primes: times q' / q, rounded.
+
+    One prime after the other is dropped (Cheon, Han, Kim, Kim and Song, SAC 2018, ePrint 2018/931); the result is
+    within 1/2 (1 + 2^-25) of the truth.
+    """
+    d = d.copy()
+    for j in range(len(d) - 1, ANSWER_PRIMES - 1, -1):
+        for i in range(j):
+            inverse = pow(params.primes[j], -1, params.primes[i])
+            _drop(d[i].reshape(-1), d[j].reshape(-1), params.primes[i], params.primes[j], inverse)
+    return d[:ANSWER_PRIMES]
+
+
+@cache
+def _decoders(primes: tuple[int, ...]) -> U64:
     """Of each prime: (q / q_i)^-1 mod q_i, and floor(2^128 / q_i) as words of 38, 32 and 32 bits, ``[primes, 4]``."""
-    table = []
-    for q in params.primes:
+    table, whole = [], math.prod(primes)
+    for q in primes:
         part = (1 << 128) // q
-        table.append([pow(params.q // q, -1, q), part >> 64, (part >> 32) & 0xFFFFFFFF, part & 0xFFFFFFFF])
+        table.append([pow(whole // q, -1, q), part >> 64, (part >> 32) & 0xFFFFFFFF, part & 0xFFFFFFFF])
     return np.array(table, np.uint64)
 
 
@@ -249,7 +289,7 @@ def _decode(d: U32, primes: U64, table: U64, out: U64) -> None:
 
 
 def decode(d: U32, params: WordParams = WORD_PARAMS) -> U64:
-    """round(2^64 x / q) mod 2^64 of residues ``[primes, k, C]`` of x: ``[k, C]``.
+    """round(2^64 x / q) mod 2^64 of residues ``[primes, k, C]`` of x: ``[k, C]``; or modulo q', of as many primes.
 
     x / q is the sum of y_i / q_i modulo 1, y_i = x (q / q_i)^-1 mod q_i (Halevi, Polyakov and Shoup, ePrint 2018/117,
     simple scaling), here in fixed point: what is rounded lies at most 7 (2^-32 + 2^-37) below the truth, hence the
@@ -257,7 +297,8 @@ def decode(d: U32, params: WordParams = WORD_PARAMS) -> U64:
     """
     flat = np.ascontiguousarray(d).reshape(len(d), -1)
     out = np.empty(flat.shape[1], np.uint64)
-    _decode(flat, np.array(params.primes, np.uint64), _decoders(params), out)
+    primes = params.primes[: len(d)]
+    _decode(flat, np.array(primes, np.uint64), _decoders(primes), out)
     return out.reshape(d.shape[1:])
 
 
@@ -316,10 +357,10 @@ class WordShape(BlockShape):
         """Bytes of the messages of an answer.
 
         Raises:
-            ValueError: ``bits`` is not 0; answers are not switched.
+            ValueError: ``bits`` is not 0; answers are not switched to a power of two.
         """
         if bits:
-            raise ValueError(_NOT_SWITCHED)
+            raise ValueError("answers of this profile are not switched to a power of two")
         return sum(sum(answer_bytes(self, stop - first, params)) for first, stop in messages(self.output_blocks))
 
 
@@ -371,8 +412,8 @@ def request_bytes(columns: int, params: RlweParams = WORD_PARAMS) -> int:
 
 def answer_bytes(shape: WordShape, columns: int, params: RlweParams = WORD_PARAMS) -> tuple[int, int]:
     """Bytes of the two halves of so many answered blocks: of the first, only what is read."""
-    primes, read = len(params.primes), shape.outputs * shape.rows
-    return packed_bytes(primes * read * columns), packed_bytes(primes * params.n * columns)
+    read = shape.outputs * shape.rows
+    return packed_bytes(ANSWER_PRIMES * read * columns), packed_bytes(ANSWER_PRIMES * params.n * columns)
 
 
 def pack_seeded(seed: bytes, half: U32) -> bytes:
@@ -395,7 +436,7 @@ def unpack_seeded(message: bytes, columns: int, params: WordParams = WORD_PARAMS
 
 
 def pack_answer(c0: U32, c1: U32) -> bytes:
-    """The read coefficients ``[primes, outputs * rows, C]`` of the first half, and ``[primes, N, C]`` of the second."""
+    """Of switched answers, the read coefficients ``[3, outputs * rows, C]`` of c0 and all ``[3, N, C]`` of c1."""
     return pack(c0) + pack(c1)
 
 
@@ -408,6 +449,6 @@ def unpack_answer(message: bytes, shape: WordShape, columns: int, params: WordPa
     first, second = answer_bytes(shape, columns, params)
     if len(message) != first + second:
         raise ProtocolError(f"{len(message)} bytes for {columns} answered blocks, expected {first + second}")
-    primes = len(params.primes)
-    c0 = unpack(message[:first], (primes, len(useful(shape)), columns), params)
-    return c0, unpack(message[first:], (primes, params.n, columns), params)
+    ring = answer_params(params)
+    c0 = unpack(message[:first], (ANSWER_PRIMES, len(useful(shape)), columns), ring)
+    return c0, unpack(message[first:], (ANSWER_PRIMES, params.n, columns), ring)
