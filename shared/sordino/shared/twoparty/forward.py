@@ -4,17 +4,17 @@ dealer."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sordino.shared.errors import LimitError
+from sordino.shared.errors import LimitError, UnsupportedModelError
 from sordino.shared.twoparty import numbers as nb
 from sordino.shared.twoparty.cells import Domain
-from sordino.shared.twoparty.numbers import Layer, Shape, integers, rotary
+from sordino.shared.twoparty.numbers import Layer, Plan, Shape, Sizes, integers, rotary
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.steps import Dot, Mix, Trunc, TruncMul, TruncSquare
 from sordino.shared.twoparty.tables import Curve, Exp, Gated, Highest
@@ -32,6 +32,30 @@ class Linear(Protocol):
     def product(self, party: Party, layer: int, matrix: int, x: U64) -> U64:
         """``[rows, in]`` to ``[rows, out]``."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What both parties know of a model."""
+
+    plan: Plan
+    layers: tuple[Layer, ...]
+    last_norm: U64
+
+    @classmethod
+    def of(cls, plan: Plan, tensors: Mapping[str, nb.F32]) -> Model:
+        """From the client bundle's tensors.
+
+        Raises:
+            UnsupportedModelError: a tensor is missing: the model is of another kind.
+        """
+        prefixes = [f"model.layers.{i}." for i in range(plan.shape.layers)]
+        try:
+            layers = [Layer.of(plan.shape, sizes, tensors, p) for sizes, p in zip(plan.sizes, prefixes, strict=True)]
+            norm = tensors["model.norm.weight"]
+        except KeyError as error:
+            raise UnsupportedModelError(f"profile two-party needs tensor {error} in the client bundle") from None
+        return cls(plan, tuple(layers), integers(norm.astype(np.float64) * 2**nb.NORM))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +80,7 @@ class LayerSteps:
     cut2: Trunc
 
     @classmethod
-    def of(cls, shape: Shape, layer: Layer, rows: int, kept: int) -> LayerSteps:
+    def of(cls, shape: Shape, sizes: Sizes, rows: int, kept: int) -> LayerSteps:
         attention = (rows, shape.heads, shape.groups, shape.head, kept)
         square = TruncSquare(rows, shape.d, nb.SUM)
         root = root_mean_square(shape, rows)
@@ -67,16 +91,16 @@ class LayerSteps:
             normed=TruncMul(rows, qkv, nb.CUT_OUT, nb.CUT_ROOT),
             turned=Trunc(rows * qkv, nb.CUT_TURNED),
             dot=Dot(*attention),
-            highest=Highest(rows * shape.heads, kept, layer.score_bits, nb.SCORE_CELL, -48, 96),
-            exp=Exp(rows * shape.heads * kept, layer.score_bits + 2, nb.SCORE),
+            highest=Highest(rows * shape.heads, kept, sizes.score_bits, nb.SCORE_CELL, -48, 96),
+            exp=Exp(rows * shape.heads * kept, sizes.score_bits + 2, nb.SCORE),
             total=Curve(rows * shape.heads, Domain("reciprocal", nb.EXP - 6, nb.EXP + 11, nb.EXP, nb.TOTAL)),
             mix=Mix(*attention),
-            attended=TruncMul(rows * shape.heads, shape.head, nb.EXP + layer.value - nb.MIXED, nb.CUT_TOTAL),
+            attended=TruncMul(rows * shape.heads, shape.head, nb.EXP + sizes.value - nb.MIXED, nb.CUT_TOTAL),
             cut=Trunc(rows * shape.heads * shape.head, nb.CUT_ATTENDED),
             square2=square,
             root2=root,
             normed2=TruncMul(rows, 2 * shape.inner, nb.CUT_OUT, nb.CUT_ROOT),
-            gated=Gated(rows * shape.inner, nb.GATE_BITS, nb.GATE_CELL, layer.gate_cell, layer.cut_up),
+            gated=Gated(rows * shape.inner, nb.GATE_BITS, nb.GATE_CELL, sizes.gate_cell, sizes.cut_up),
             cut2=Trunc(rows * shape.inner, nb.CUT_GATED),
         )
 
@@ -148,18 +172,9 @@ class Cache:
         del self.counters[rows:]
 
 
-def steps(shape: Shape, layers: Sequence[Layer], rows: int, kept: int) -> Iterator[Any]:
-    """All steps of a pass of so many rows, after which the cache has ``kept``."""
-    for layer in layers:
-        yield from LayerSteps.of(shape, layer, rows, kept)
-    yield from LastSteps.of(shape, rows)
-
-
 def forward(
     party: Party,
-    shape: Shape,
-    layers: Sequence[Layer],
-    last_norm: U64,
+    model: Model,
     linear: Linear,
     cache: Cache,
     new: slice,
@@ -175,15 +190,15 @@ def forward(
         new: the rows of the cache that are those of this pass.
         visible: ``[rows, kept]``, what a row sees of the cache.
     """
-    rows, kept = x.shape[0], new.stop
+    rows, kept, shape = x.shape[0], new.stop, model.plan.shape
     turn = rotary(shape, positions)
     outside = np.zeros(1, np.uint64)
     x = x << _SUM
-    for number, layer in enumerate(layers):
-        s = LayerSteps.of(shape, layer, rows, kept)
+    for number, (layer, sizes) in enumerate(zip(model.layers, model.plan.sizes, strict=True)):
+        s = LayerSteps.of(shape, sizes, rows, kept)
         x, t, y, out = _normed(party, s.square, s.root, x, layer.norm1, linear, number, QKV, shape)
         outside += out
-        attended, out = _attention(party, shape, layer, s, s.normed.run(party, y, t), turn, cache, number, new, visible)
+        attended, out = _attention(party, model, s, s.normed.run(party, y, t), turn, cache, number, new, visible)
         outside += out
         x = (x << _SUM) + linear.product(party, number, OUT, attended) * layer.out
         x, t, y, out = _normed(party, s.square2, s.root2, x, layer.norm2, linear, number, GATE_UP, shape)
@@ -196,7 +211,7 @@ def forward(
     x, squares = last.square.run(party, x)
     t, inside = last.root.run(party, squares + party.public(_epsilon(shape, rows)))
     outside += party.public(np.full(1, rows, np.uint64)) - inside.sum()
-    return last.normed.run(party, x * last_norm, t), outside
+    return last.normed.run(party, x * model.last_norm, t), outside
 
 
 def _epsilon(shape: Shape, rows: int) -> U64:
@@ -223,8 +238,7 @@ def _normed(
 
 def _attention(
     party: Party,
-    shape: Shape,
-    layer: Layer,
+    model: Model,
     s: LayerSteps,
     qkv: U64,
     turn: tuple[nb.F64, nb.F64],
@@ -233,8 +247,8 @@ def _attention(
     new: slice,
     visible: Bool,
 ) -> tuple[U64, U64]:
-    rows, kept = len(qkv), new.stop
-    q, k, v = _split(shape, s.turned.run(party, _turned(shape, layer, qkv, turn)))
+    rows, kept, shape = len(qkv), new.stop, model.plan.shape
+    q, k, v = _split(shape, s.turned.run(party, _turned(model, number, qkv, turn)))
     opened, masks = cache.opened[:, number, :kept], cache.masks[:, number, :kept]
     masked, material = s.dot.begin(party, q)
     shown, opened[0, new], opened[1, new] = party.open(masked, k - masks[0, new], v - masks[1, new])
@@ -252,8 +266,9 @@ def _attention(
     return s.cut.run(party, attended).reshape(rows, -1), outside
 
 
-def _turned(shape: Shape, layer: Layer, qkv: U64, turn: tuple[nb.F64, nb.F64]) -> U64:
+def _turned(model: Model, number: int, qkv: U64, turn: tuple[nb.F64, nb.F64]) -> U64:
     """q and k turned by their positions, and all three by their scales: products with public integers."""
+    shape, layer, value = model.plan.shape, model.layers[number], model.plan.sizes[number].value
     cos, sin = turn
     rows, half = len(qkv), shape.head // 2
     turning = shape.heads + shape.groups
@@ -264,7 +279,7 @@ def _turned(shape: Shape, layer: Layer, qkv: U64, turn: tuple[nb.F64, nb.F64]) -
     out = np.empty_like(heads)
     out[:, :turning] = heads[:, :turning] * integers(cos[:, None, :] * scales[:turning])
     out[:, :turning] += other * integers(sin[:, None, :] * crossed)
-    out[:, turning:] = heads[:, turning:] * integers(scales[turning:] * 2.0 ** (layer.value - nb.QUERY))
+    out[:, turning:] = heads[:, turning:] * integers(scales[turning:] * 2.0 ** (value - nb.QUERY))
     return out.reshape(rows, -1)
 
 

@@ -6,15 +6,16 @@ The bounds come from the matrices, so the server makes :class:`Bounds` and publi
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sordino.shared.errors import RangeError, UnsupportedModelError
+from sordino.shared.errors import ProtocolError, RangeError, UnsupportedModelError
 from sordino.shared.twoparty.tables import EXP_PUBLIC, EXP_SHARE, GATED
 
 F64 = NDArray[np.float64]
@@ -123,15 +124,100 @@ def integers(values: F64) -> U64:
     return np.rint(values).astype(np.int64).view(np.uint64)
 
 
+GATE_BITS: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the tables and truncations of one layer must hold.
+
+    Attributes:
+        value: fraction bits of values. score_bits: of the numbers of cells of scores. gate_cell: of SiLU's table, a
+            real number. cut_up: bits cut off of up.
+    """
+
+    value: int
+    score_bits: int
+    gate_cell: float
+    cut_up: int
+
+    @classmethod
+    def of(cls, name: str, limit: Bounds) -> Sizes:
+        """
+        Raises:
+            RangeError: a wire would not fit.
+        """
+        if math.log2(limit.gate * limit.up) + GATED + UP > 61:
+            raise RangeError(f"{name}: products of gate and up do not fit")
+        # Fraction bits that up may have before it is cut.
+        up_bits = min(NORMED + TURNED, 60 - math.ceil(math.log2(limit.up)))
+        return cls(
+            value=min(QUERY + 2, 61 - EXP - math.ceil(math.log2(limit.value * LONGEST))),
+            score_bits=math.ceil(math.log2(limit.score + 4)),
+            gate_cell=2.02 * limit.gate / 2**GATE_BITS,
+            cut_up=up_bits - UP,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the dealer must know of a model, and both parties agree on: sizes, and no weights."""
+
+    shape: Shape
+    sizes: tuple[Sizes, ...]
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Plan:
+        """Parses untrusted bytes.
+
+        Raises:
+            ProtocolError: not JSON, or a missing or impossible number.
+        """
+        try:
+            body = json.loads(raw)
+            plan = cls(Shape(**body["shape"]), tuple(Sizes(**one) for one in body["sizes"]))
+            plan.check()
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ProtocolError(f"the plan of a model is malformed ({type(error).__name__})") from error
+        return plan
+
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: a number is of another type, or out of its range.
+        """
+        shape = self.shape
+        for name, most in (("layers", 1024), ("d", 1 << 16), ("heads", 1024), ("head", 1024), ("inner", 1 << 18)):
+            _check_whole(getattr(shape, name), 1, most)
+        _check_whole(shape.groups, 1, shape.heads)
+        _check_whole(shape.positions, 1, 1 << 24)
+        if shape.heads % shape.groups or shape.head % 2 or len(self.sizes) != shape.layers:
+            raise ValueError("heads, groups or layers do not fit")
+        if not 1e-12 <= float(shape.eps) <= 1e-2 or not 1.0 <= float(shape.theta) <= 1e12:
+            raise ValueError("eps or theta")
+        for one in self.sizes:
+            _check_whole(one.value, 1, QUERY + 2)
+            _check_whole(one.score_bits, 1, 20)
+            _check_whole(one.cut_up, 1, 60)
+            if not 0 < float(one.gate_cell) < 1e6:
+                raise ValueError("gate_cell")
+
+
+def _check_whole(value: object, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError("a whole number is out of its range")
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's public integers, and what its tables must hold.
+    """One layer's public integers.
 
     Attributes:
         norm1, norm2: ``[d]``. turned: scales of q, k and v, reals ``[heads*head + 2*groups*head]``, which go into the
             rotary table. out, gate, up, down: integers by which outputs are multiplied.
-        value: fraction bits of values. score_bits: of the numbers of cells of scores. gate_cell: of SiLU's table, a
-            real number. cut_up: bits cut off of up.
     """
 
     norm1: U64
@@ -141,45 +227,25 @@ class Layer:
     gate: U64
     up: U64
     down: U64
-    value: int
-    score_bits: int
-    gate_cell: float
-    cut_up: int
 
+    @classmethod
+    def of(cls, shape: Shape, sizes: Sizes, tensors: Mapping[str, F32], prefix: str) -> Layer:
+        """From the client bundle's tensors."""
 
-GATE_BITS: Final = 10
+        def real(name: str) -> F64:
+            return tensors[prefix + name].astype(np.float64)
 
-
-def layer(shape: Shape, tensors: Mapping[str, F32], prefix: str, limit: Bounds) -> Layer:
-    """From the client bundle's tensors.
-
-    Raises:
-        RangeError: a wire would not fit.
-    """
-
-    def real(name: str) -> F64:
-        return tensors[prefix + name].astype(np.float64)
-
-    cell = 2.02 * limit.gate / 2**GATE_BITS
-    # Fraction bits that up may have before it is cut.
-    up_bits = min(NORMED + TURNED, 60 - math.ceil(math.log2(limit.up)))
-    if math.log2(limit.gate * limit.up) + GATED + UP > 61:
-        raise RangeError(f"{prefix}: products of gate and up do not fit")
-    root, grown = math.sqrt(shape.d), 2.0 ** (RESIDUAL + SUM - INPUT)
-    scales = [real(f"self_attn.{name}_proj.scale") for name in "qkv"]
-    return Layer(
-        norm1=integers(real("input_layernorm.weight") * 2**NORM),
-        norm2=integers(real("post_attention_layernorm.weight") * 2**NORM),
-        turned=root * np.concatenate([scales[0] / math.sqrt(shape.head), *scales[1:]]),
-        out=integers(real("self_attn.o_proj.scale") * grown),
-        gate=integers(real("mlp.gate_proj.scale") * root * 2.0 ** (GATE_CELL - NORMED) / cell),
-        up=integers(real("mlp.up_proj.scale") * root * 2.0 ** (up_bits - NORMED)),
-        down=integers(real("mlp.down_proj.scale") * grown),
-        value=min(QUERY + 2, 61 - EXP - math.ceil(math.log2(limit.value * LONGEST))),
-        score_bits=math.ceil(math.log2(limit.score + 4)),
-        gate_cell=cell,
-        cut_up=up_bits - UP,
-    )
+        root, grown = math.sqrt(shape.d), 2.0 ** (RESIDUAL + SUM - INPUT)
+        scales = [real(f"self_attn.{name}_proj.scale") for name in "qkv"]
+        return cls(
+            norm1=integers(real("input_layernorm.weight") * 2**NORM),
+            norm2=integers(real("post_attention_layernorm.weight") * 2**NORM),
+            turned=root * np.concatenate([scales[0] / math.sqrt(shape.head), *scales[1:]]),
+            out=integers(real("self_attn.o_proj.scale") * grown),
+            gate=integers(real("mlp.gate_proj.scale") * root * 2.0 ** (GATE_CELL - NORMED) / sizes.gate_cell),
+            up=integers(real("mlp.up_proj.scale") * root * 2.0 ** (sizes.cut_up + UP - NORMED)),
+            down=integers(real("mlp.down_proj.scale") * grown),
+        )
 
 
 def rotary(shape: Shape, positions: NDArray[np.int64]) -> tuple[F64, F64]:

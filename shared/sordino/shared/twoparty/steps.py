@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sordino.shared.twoparty.party import Party
+from sordino.shared.twoparty.tape import CLIENT
 
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
@@ -38,7 +39,7 @@ class Halves:
 
 def masked(party: Party, x: U64, r: U64) -> U64:
     """What is sent of a wire that is truncated."""
-    return x + r + party.public(_OFFSET)
+    return x + r + _OFFSET if party.index == CLIENT else x + r
 
 
 def halves(opened: U64, k: int, a: U64, b: U64) -> Halves:
@@ -150,7 +151,8 @@ def dot(left: U64, right: U64) -> U64:
     rows, heads, k = left.shape
     groups = right.shape[1]
     grouped = left.reshape(rows, groups, heads // groups, k)
-    return np.einsum("rghk,tgk->rght", grouped, right).reshape(rows, heads, -1)
+    out: U64 = np.einsum("rghk,tgk->rght", grouped, right).reshape(rows, heads, -1)
+    return out
 
 
 def mix(left: U64, right: U64) -> U64:
@@ -158,4 +160,5 @@ def mix(left: U64, right: U64) -> U64:
     rows, heads, kept = left.shape
     groups = right.shape[1]
     grouped = left.reshape(rows, groups, heads // groups, kept)
-    return np.einsum("rght,tgk->rghk", grouped, right).reshape(rows, heads, -1)
+    out: U64 = np.einsum("rght,tgk->rghk", grouped, right).reshape(rows, heads, -1)
+    return out

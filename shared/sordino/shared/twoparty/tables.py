@@ -152,7 +152,8 @@ def gate_table(bits: int, cell: float) -> U64:
 
 
 def _silu(x: F64) -> F64:
-    return x / (1 + np.exp(-x))
+    out: F64 = x / (1 + np.exp(-x))
+    return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ keystream too, the server's a correction that the dealer sent. Corrections of po
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -36,6 +37,15 @@ class Source(Protocol):
 def label(number: int) -> bytes:
     """Of a pass: the name of its keystreams. A number is used once in a session."""
     return b"pass/%d" % number
+
+
+def append_masks(key: bytes, counters: Sequence[int], *shape: int) -> U64:
+    """A party's shares of the masks of rows that are appended to the cache: ``[counters, *shape]``. A counter stands
+    for one row that was ever appended in a session."""
+    out = np.zeros((len(counters), *shape), "<u8")
+    for row, counter in zip(out, counters, strict=True):
+        Keystream(key, b"append/%d" % counter).fill(row)
+    return out.astype(np.uint64, copy=False)
 
 
 class Tape:
