@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from functools import cache
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
@@ -27,7 +28,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import config, types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
 from sordino.shared.jit import compiled
@@ -35,6 +36,7 @@ from sordino.shared.jit import compiled
 log = logging.getLogger(__name__)
 
 U64 = NDArray[np.uint64]
+R = TypeVar("R")
 
 CHILDREN: Final = 0
 LEAVES: Final = 2
@@ -45,12 +47,13 @@ _SEED: Final = np.array([2**64 - 2, 2**64 - 1], np.uint64)
 
 
 class Hash(Protocol):
-    """One way to compute H; ``name`` goes to the log."""
+    """One way to compute H; ``name`` goes to the log, ``compiled`` says whether compiled callers can do the same."""
 
     name: str
+    compiled: bool
 
-    def __call__(self, nodes: U64, first: int, count: int) -> U64:
-        """As :func:`hashed`."""
+    def __call__(self, nodes: U64, size: int, first: int, count: int, out: U64) -> None:
+        """As :func:`hash_into`."""
         ...
 
 
@@ -58,16 +61,15 @@ class LibraryHash:
     """``cryptography``'s AES: the reference, and the way of other processors."""
 
     name = "cryptography"
+    compiled = False
 
-    def __call__(self, nodes: U64, first: int, count: int) -> U64:
-        seeds = (nodes & _SEED).astype("<u8", copy=False)
+    def __call__(self, nodes: U64, size: int, first: int, count: int, out: U64) -> None:
+        seeds = (nodes[:size] & _SEED).astype("<u8", copy=False)
         raw = seeds.tobytes()
-        out = np.empty((count, len(nodes), 2), np.uint64)
         for k in range(count):
             # Blocks are inputs of a permutation here, not parts of a message.
             stream = Cipher(AES128(KEYS[first + k]), ECB()).encryptor()  # noqa: S305
-            out[k] = np.frombuffer(stream.update(raw), "<u8").reshape(-1, 2) ^ seeds
-        return out
+            out[k, :size] = np.frombuffer(stream.update(raw), "<u8").reshape(-1, 2) ^ seeds
 
 
 def _features() -> frozenset[str]:
@@ -94,9 +96,11 @@ _AT_ONCE: Final = 8  # vectors: an AES instruction takes four cycles, and two ca
 _STEP: Final = _AT_ONCE * _LANES // 2  # blocks
 
 
-def _hash_step(_context: Any, nodes: Any, start: Any, keys: Any, key: Any, out: Any) -> Any:
-    """``out[key, start + i] = H(nodes[start + i])`` for ``_STEP`` blocks; ``keys [keys, 11, 2]`` are round keys."""
-    signature = types.void(nodes, start, keys, key, out)
+def _hash_step(_context: Any, nodes: Any, start: Any, keys: Any, key: Any, out: Any, row: Any) -> Any:
+    """``out[row, start + i] = H_key(nodes[start + i])`` for ``_STEP`` blocks; ``keys [keys, 11, 2]`` are round keys."""
+    if {nodes.layout, keys.layout, out.layout} != {"C"}:
+        return None  # numba then says that it cannot compile the call
+    signature = types.void(nodes, start, keys, key, out, row)
 
     def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         word, vector = ir.IntType(64), ir.VectorType(ir.IntType(64), _LANES)
@@ -134,7 +138,7 @@ def _hash_step(_context: Any, nodes: Any, start: Any, keys: Any, key: Any, out: 
             states = [builder.call(one, [state, round_keys[i]]) for state in states]
         states = [builder.call(last, [state, round_keys[_ROUNDS]]) for state in states]
         size = cgutils.unpack_tuple(builder, target.shape)[1]
-        begin = builder.mul(builder.add(builder.mul(args[3], size), args[1]), constant(2))
+        begin = builder.mul(builder.add(builder.mul(args[5], size), args[1]), constant(2))
         for i, (state, seed) in enumerate(zip(states, seeds, strict=True)):
             at = pointer(target.data, builder.add(begin, constant(_LANES * i)), vector)
             builder.store(builder.xor(state, seed), at, align=8)
@@ -147,33 +151,28 @@ _hash_step_intrinsic: Any = intrinsic(_hash_step)
 
 
 @compiled
-def _hash_all(nodes: U64, keys: U64, out: U64) -> None:
-    """``nodes [m, 2]`` to ``out [k, m, 2]`` under the k keys; what is left over goes through a buffer of one step."""
-    count, m, _ = out.shape
-    whole = m - m % _STEP
+def _hash_all(nodes: U64, size: int, keys: U64, first: int, count: int, out: U64) -> None:
+    """As :func:`hash_into`; what is left over after whole steps goes through a buffer of one step."""
+    whole = size - size % _STEP
     for start in range(0, whole, _STEP):
         for k in range(count):
-            _hash_step_intrinsic(nodes, start, keys, k, out)
-    if whole < m:
-        rest, made = np.zeros((_STEP, 2), np.uint64), np.empty((count, _STEP, 2), np.uint64)
-        rest[: m - whole] = nodes[whole:]
+            _hash_step_intrinsic(nodes, start, keys, first + k, out, k)
+    if whole < size:
+        rest, made = np.zeros((_STEP, 2), np.uint64), np.empty((1, _STEP, 2), np.uint64)
+        rest[: size - whole] = nodes[whole:size]
         for k in range(count):
-            _hash_step_intrinsic(rest, 0, keys, k, made)
-            out[k, whole:] = made[k, : m - whole]
+            _hash_step_intrinsic(rest, 0, keys, first + k, made, 0)
+            out[k, whole:size] = made[0, : size - whole]
 
 
 class InstructionHash:
     """The AES instructions of x86, eight vectors at a time."""
 
     name = f"x86-{64 * _LANES}"
+    compiled = True
 
-    def __init__(self) -> None:
-        self._keys = np.stack([round_keys(key) for key in KEYS])
-
-    def __call__(self, nodes: U64, first: int, count: int) -> U64:
-        out = np.empty((count, len(nodes), 2), np.uint64)
-        _hash_all(np.ascontiguousarray(nodes), self._keys[first : first + count], out)
-        return out
+    def __call__(self, nodes: U64, size: int, first: int, count: int, out: U64) -> None:
+        _hash_all(nodes, size, _SCHEDULES, first, count, out)
 
 
 def round_keys(key: bytes) -> U64:
@@ -212,15 +211,21 @@ def _s_box() -> bytes:
     return bytes(t[0] ^ t[1] ^ t[2] ^ t[3] ^ t[4] ^ 0x63 for t in turned)
 
 
+_SCHEDULES: Final = np.stack([round_keys(key) for key in KEYS])
+
+
 def known_answer_test(way: Hash) -> bool:
     """Whether ``way`` gives the bits of ``cryptography``, for whole steps and for what is left over."""
     data = np.frombuffer(hashlib.shake_256(b"sordino point functions").digest(16 * 77), "<u8").reshape(-1, 2)
     nodes = data.astype(np.uint64)
-    return all(
-        np.array_equal(way(nodes[:size], first, count), LibraryHash()(nodes[:size], first, count))
-        for size in (1, 64, 77)
-        for first, count in ((CHILDREN, 2), (LEAVES, 1), (LEAVES, 2))
-    )
+    for size in (1, 64, 77):
+        for first, count in ((CHILDREN, 2), (LEAVES, 1), (LEAVES, 2)):
+            made, expected = np.zeros((2, count, 77, 2), np.uint64)
+            way(nodes, size, first, count, made)
+            LibraryHash()(nodes, size, first, count, expected)
+            if not np.array_equal(made, expected):
+                return False
+    return True
 
 
 @cache
@@ -234,6 +239,41 @@ def chosen() -> Hash:
     return LibraryHash()
 
 
+def hash_into(nodes: U64, size: int, first: int, count: int, out: U64) -> None:
+    """H of the first ``size`` of ``nodes [*, 2]`` under keys first to first + count - 1: to ``out [count, :size, 2]``.
+
+    Also for compiled callers, where :func:`in_loops` allows it; arrays are contiguous then.
+    """
+    chosen()(nodes, size, first, count, out)
+
+
+def _in_compiled(nodes: Any, size: Any, first: Any, count: Any, out: Any) -> Any:  # noqa: ARG001
+    # Numba compares the two lists of arguments, with their types as they are written.
+    def body(nodes: Any, size: Any, first: Any, count: Any, out: Any) -> Any:
+        _hash_all(nodes, size, _SCHEDULES, first, count, out)
+
+    return body
+
+
+overload(hash_into)(_in_compiled)
+
+
 def hashed(nodes: U64, first: int, count: int) -> U64:
     """H of each of ``nodes [m, 2]`` under keys ``first`` to ``first + count - 1``: ``[count, m, 2]``."""
-    return chosen()(nodes, first, count)
+    out = np.empty((count, len(nodes), 2), np.uint64)
+    hash_into(np.ascontiguousarray(nodes), len(nodes), first, count, out)
+    return out
+
+
+def in_loops(loop: Callable[..., R]) -> Callable[..., R]:
+    """``loop``, compiled if the chosen way can be called from compiled code, and else as it is.
+
+    Its body calls :func:`hash_into`, and is the same for both.
+    """
+    fast = compiled(loop)
+
+    @wraps(loop)
+    def call(*arguments: Any) -> R:
+        return (fast if chosen().compiled else loop)(*arguments)
+
+    return call

@@ -17,15 +17,19 @@ from numpy.typing import NDArray
 
 from sordino.shared.errors import ProtocolError, RangeError
 from sordino.shared.jit import compiled
-from sordino.shared.twoparty.aes import CHILDREN, LEAVES, hashed
+from sordino.shared.twoparty.aes import CHILDREN, LEAVES, hash_into, in_loops
 from sordino.shared.twoparty.points import U8, U64, root_nodes, unpack
 
-I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 
 _WORD_BYTES: Final = 8
 PAYLOAD_BYTES: Final = 24  # of a level
 _PAYLOAD: Final = 3
+# Of a wire and level at most: nodes that are split (their lower ends are from -1 to 16 widths), and cells (16 to 34).
+_SPLIT: Final = 18
+_CELLS: Final = 19
+# Wires at once.
+_WIRES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,62 +111,94 @@ def _coefficients(middle: float, width: float, scale: float, root: bool, out: I6
 @compiled
 def _split(
     nodes: U64,
-    wires: I32,
-    prefixes: U64,
+    places: U64,
+    size: int,
     hashes: U64,
     left: U64,
     right: U8,
     opened: U64,
     level: int,
-    lowest: int,
-    highest: int,
+    ends: tuple[int, int],
     deeper: U64,
-    deeper_wires: I32,
-    deeper_prefixes: U64,
+    deeper_places: U64,
     cells: U64,
-    cell_wires: I32,
     cell_places: U64,
+    found: int,
 ) -> tuple[int, int]:
-    """Children, of ``level``, of all ``nodes [m, 2]``: to ``deeper`` or ``cells``, or left out. How many went to each.
+    """Children, at ``level``, of ``size`` nodes: to ``deeper`` or behind ``found`` cells, or left out; both numbers.
 
-    ``prefixes [m]`` are the first bits of r, moved up to their place; ``cell_places [*, 2]`` get the largest x of a
-    cell and its level.
+    ``places [*, 2]`` are a node's first bits of r, moved up to their place, and its wire; ``cell_places [*, 3]`` a
+    cell's largest x, its level and its wire.
     """
-    one, sixteen = np.uint64(1), np.uint64(16)
+    one, zero, sixteen = np.uint64(1), np.uint64(0), np.uint64(16)
     width = one << np.uint64(64 - level)
-    low, high = one << np.uint64(lowest), one << np.uint64(highest)
-    more = found = 0
-    for i in range(len(wires)):
-        w = wires[i]
-        on = np.uint64(0) - (nodes[i, 0] & one)
+    low, high = one << np.uint64(ends[0]), one << np.uint64(ends[1])
+    more = 0
+    for i in range(size):
+        w = places[i, 1]
+        c0, c1 = left[w, level - 1, 0], left[w, level - 1, 1]
+        c2 = (c0 & ~one) | np.uint64(right[w, level - 1])
+        on = zero - (nodes[i, 0] & one)
         for side in range(2):
-            prefix = prefixes[i] | (width if side else np.uint64(0))
+            prefix = places[i, 0] | (width if side else zero)
             top = opened[w] - prefix
             bottom = top - (width - one)
             wraps = bottom > top
-            if wraps:
-                if top < low and bottom > high:
-                    continue
-            elif top < low or bottom > high:
+            if (wraps and top < low and bottom > high) or (not wraps and (top < low or bottom > high)):
                 continue
-            control = (left[w, 0] & ~one) | np.uint64(right[w]) if side else left[w, 0]
-            a, b = hashes[side, i, 0] ^ (control & on), hashes[side, i, 1] ^ (left[w, 1] & on)
+            a, b = hashes[side, i, 0] ^ ((c2 if side else c0) & on), hashes[side, i, 1] ^ (c1 & on)
             if not wraps and width <= bottom // sixteen:
                 cells[found, 0], cells[found, 1] = a, b
-                cell_wires[found] = w
-                cell_places[found, 0], cell_places[found, 1] = top, np.uint64(level)
+                cell_places[found, 0], cell_places[found, 1], cell_places[found, 2] = top, np.uint64(level), w
                 found += 1
             else:
                 deeper[more, 0], deeper[more, 1] = a, b
-                deeper_wires[more], deeper_prefixes[more] = w, prefix
+                deeper_places[more, 0], deeper_places[more, 1] = prefix, w
                 more += 1
     return more, found
+
+
+@in_loops
+def _find(
+    left: U64, right: U8, roots: U64, opened: U64, ends: tuple[int, int], room: U64, cells: U64, places: U64
+) -> tuple[int, U64]:
+    """All cells of n wires: how many, to ``cells [*, 2]`` and ``places [*, 3]`` as in :func:`_split`, and hashes.
+
+    ``room [6, *, 2]`` holds the nodes of a level and of the next, their places, and hashes of them.
+    """
+    n, depth = right.shape
+    nodes, node_places, deeper, deeper_places, hashes = room[0], room[1], room[2], room[3], room[4:]
+    nodes[:n] = roots
+    for w in range(n):
+        node_places[w, 0], node_places[w, 1] = 0, w
+    size, found = n, 0
+    for level in range(1, depth + 1):
+        hash_into(nodes, size, CHILDREN, 2, hashes)
+        size, found = _split(
+            nodes,
+            node_places,
+            size,
+            hashes,
+            left,
+            right,
+            opened,
+            level,
+            ends,
+            deeper,
+            deeper_places,
+            cells,
+            places,
+            found,
+        )
+        nodes, node_places, deeper, deeper_places = deeper, deeper_places, nodes, node_places
+    made = np.empty((2, found, 2), np.uint64)
+    hash_into(cells, found, LEAVES, 2, made)
+    return found, made
 
 
 @compiled
 def _sum_cells(
     cells: U64,
-    wires: I32,
     places: U64,
     hashes: U64,
     leaf: U64,
@@ -174,8 +210,8 @@ def _sum_cells(
 ) -> None:
     """Adds up f and 1 over ``cells [m, 2]``; ``hashes [2, m, 2]`` and ``leaf [n, levels, 3]`` give the payload."""
     c = np.empty(3, np.int64)
-    for i in range(len(wires)):
-        w, level = wires[i], np.int64(places[i, 1])
+    for i in range(len(cells)):
+        w, level = places[i, 2], np.int64(places[i, 1])
         width = np.float64(np.uint64(1) << np.uint64(64 - level))
         _coefficients(np.float64(places[i, 0]) - 0.5 * width, width, scale, root, c)
         on = np.uint64(0) - (cells[i, 0] & np.uint64(1))
@@ -189,42 +225,53 @@ def _sum_cells(
         inside[w] += unit
 
 
+class CellTree:
+    """The corrections of n wires, unpacked, and their cells.
+
+    Raises:
+        ProtocolError: corrections or roots of another size.
+    """
+
+    def __init__(self, corrections: U8, roots: U64, party: int, domain: Domain) -> None:
+        self._domain, self.levels = domain, domain.last_level - domain.first_level + 1
+        leaf_bytes = _WORD_BYTES * _PAYLOAD * self.levels
+        self._left, self._right, leaf = unpack(corrections, len(roots), domain.last_level, leaf_bytes)
+        self.leaf = leaf.reshape(len(roots), self.levels, _PAYLOAD)
+        self._roots = root_nodes(roots, party)
+
+    def cells(self, opened: U64, part: slice) -> tuple[U64, U64, U64]:
+        """Of the wires of ``part``: cells ``[m, 2]``, their places ``[m, 3]`` (largest x, level, wire), and hashes."""
+        wires = len(opened[part])
+        room = np.empty((6, wires * _SPLIT, 2), np.uint64)
+        cells = np.empty((wires * _CELLS * self.levels, 2), np.uint64)
+        places = np.empty((len(cells), 3), np.uint64)
+        corrected = self._left[part], self._right[part], self._roots[part]
+        ends = self._domain.lo, self._domain.hi
+        found, made = _find(*corrected, opened[part], ends, room, cells, places)
+        return cells[:found], places[:found], made
+
+
 def evaluate(corrections: U8, roots: U64, party: int, opened: U64, domain: Domain) -> tuple[U64, U64]:
     """Shares ``[n]`` of f(opened - r), and of 1 if a cell holds it, else 0 (f is 0 then).
 
     The indicator is 1 on all of [2^lo, 2^hi] and 0 beyond 2^lo (1 - 1/16) and 2^hi (1 + 1/16); in between f is right
-    where it is 1. Relative error of f: at most 2e-5 (rsqrt) or 4e-5 (1/x), and 2^16 units of the result.
+    where it is 1. Relative error of f: at most 2e-5 (rsqrt) or 4e-5 (1/x), and 2^17 units of the result.
 
     Args:
         opened: ``[n]``, x + r mod 2^64.
 
     Raises:
-        ProtocolError: corrections or roots of another size.
+        ProtocolError: corrections, roots or opened of another size.
     """
-    n, first, last = len(opened), domain.first_level, domain.last_level
-    if len(roots) != n:
-        raise ProtocolError(f"{len(roots)} roots for {n} wires")
-    levels = last - first + 1
-    left, right, leaf = unpack(corrections, n, last, _WORD_BYTES * _PAYLOAD * levels)
-    nodes, wires, prefixes = root_nodes(roots, party), np.arange(n, dtype=np.int32), np.zeros(n, np.uint64)
-    found: list[tuple[U64, I32, U64]] = []
-    for level in range(1, last + 1):
-        room = 2 * len(nodes)
-        deeper = np.empty((room, 2), np.uint64), np.empty(room, np.int32), np.empty(room, np.uint64)
-        cells = np.empty((room, 2), np.uint64), np.empty(room, np.int32), np.empty((room, 2), np.uint64)
-        hashes = hashed(nodes, CHILDREN, 2)
-        corrected = left[:, level - 1], right[:, level - 1]
-        more, count = _split(
-            nodes, wires, prefixes, hashes, *corrected, opened, level, domain.lo, domain.hi, *deeper, *cells
-        )
-        nodes, wires, prefixes = deeper[0][:more], deeper[1][:more], deeper[2][:more]
-        if count:
-            found.append((cells[0][:count], cells[1][:count], cells[2][:count]))
-    values, inside = np.zeros(n, np.uint64), np.zeros(n, np.uint64)
-    if found:
-        blocks, owners, places = (np.concatenate(part) for part in zip(*found, strict=True))
-        root = domain.function == "rsqrt"
-        scale = math.ldexp(math.sqrt(2.0) if root and domain.fraction % 2 else 1.0, math.floor(domain.log2_scale))
-        made = hashed(blocks, LEAVES, 2)
-        _sum_cells(blocks, owners, places, made, leaf.reshape(n, levels, 3), first, scale, root, values, inside)
+    if opened.shape != (len(roots),):
+        raise ProtocolError(f"opened values of shape {opened.shape} for {len(roots)} roots")
+    tree = CellTree(corrections, roots, party, domain)
+    root = domain.function == "rsqrt"
+    odd = root and domain.fraction % 2 == 1
+    scale = math.ldexp(math.sqrt(2.0) if odd else 1.0, math.floor(domain.log2_scale))
+    values, inside = np.zeros((2, len(opened)), np.uint64)
+    for start in range(0, len(opened), _WIRES):
+        part = slice(start, start + _WIRES)
+        cells, places, made = tree.cells(opened, part)
+        _sum_cells(cells, places, made, tree.leaf[part], domain.first_level, scale, root, values[part], inside[part])
     return (np.negative(values), np.negative(inside)) if party else (values, inside)

@@ -12,14 +12,19 @@ and the results of both add up modulo the ring.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from sordino.shared.errors import ProtocolError, RangeError
 from sordino.shared.jit import compiled
-from sordino.shared.twoparty.aes import CHILDREN, LEAVES, hashed
+from sordino.shared.twoparty.aes import CHILDREN, LEAVES, hash_into, in_loops
 
 U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
@@ -34,8 +39,8 @@ BYTE_LEAVES: Final = 4
 PAIR_LEAVES: Final = 3
 WORD_LEAVES: Final = 1
 _BLOCK_BYTES: Final = 16
-# Blocks of a histogram that are made at once: their seeds stay in the L2 cache.
-_CHUNK: Final = 1 << 14
+# Blocks that are made at once: with hashes, 64 bytes each, they stay in the L2 cache.
+_CHUNK: Final = 1 << 13
 
 
 def width(depth: int, leaf_bytes: int = _BLOCK_BYTES) -> int:
@@ -83,52 +88,86 @@ def root_nodes(roots: U64, party: int) -> U64:
 
 
 @compiled
-def _descend(hashes: U64, left: U64, right: U8, nodes: U64, first: U64, shift: int, out: U64) -> None:
-    """One level down. ``nodes [n, m, 2]``, ``hashes [2, n * m, 2]`` of them, ``out [n, m', 2]``.
+def _descend(
+    nodes: U64, m: int, hashes: U64, left: U64, right: U8, level: int, first: U64, shift: int, new: int, out: U64
+) -> None:
+    """One level down: ``nodes [n * m, 2]`` and ``hashes [2, n * m, 2]`` of them to ``out [n * new, 2]``.
 
-    ``left [n, 2]`` and ``right [n]`` are the corrections of the level. Slot k of a wire is node
+    ``left [n, depth, 2]`` and ``right [n, depth]`` are corrections, used at ``level``. Slot k of a wire is node
     (``first >> shift``) + k of the new level, where k counts around the level's end.
     """
-    n, m, _ = nodes.shape
-    one, last = np.uint64(1), ~np.uint64(0)
-    new = out.shape[1]
-    for w in range(n):
-        c0, c1, c2 = left[w, 0], left[w, 1], (left[w, 0] & ~one) | np.uint64(right[w])
+    one, zero = np.uint64(1), np.uint64(0)
+    for w in range(len(first)):
+        c0, c1 = left[w, level, 0], left[w, level, 1]
+        c2 = (c0 & ~one) | np.uint64(right[w, level])
         base = first[w] >> np.uint64(shift)
         begin = base >> one
-        if m * 2 == new and base & one == 0:  # every node, in order
-            for k in range(m):
-                on = (nodes[w, k, 0] & one) * last
-                out[w, 2 * k, 0] = hashes[0, w * m + k, 0] ^ (c0 & on)
-                out[w, 2 * k, 1] = hashes[0, w * m + k, 1] ^ (c1 & on)
-                out[w, 2 * k + 1, 0] = hashes[1, w * m + k, 0] ^ (c2 & on)
-                out[w, 2 * k + 1, 1] = hashes[1, w * m + k, 1] ^ (c1 & on)
+        if 2 * m == new and base & one == 0:  # every node, in order
+            for k in range(w * m, w * m + m):
+                on = zero - (nodes[k, 0] & one)
+                out[2 * k, 0] = hashes[0, k, 0] ^ (c0 & on)
+                out[2 * k, 1] = hashes[0, k, 1] ^ (c1 & on)
+                out[2 * k + 1, 0] = hashes[1, k, 0] ^ (c2 & on)
+                out[2 * k + 1, 1] = hashes[1, k, 1] ^ (c1 & on)
         else:
             for k in range(new):
                 child = base + np.uint64(k)
-                parent = np.int64((child >> one) - begin) % m
+                parent = w * m + np.int64((child >> one) - begin) % m
                 side = np.int64(child & one)
-                on = (nodes[w, parent, 0] & one) * last
-                out[w, k, 0] = hashes[side, w * m + parent, 0] ^ ((c2 if side else c0) & on)
-                out[w, k, 1] = hashes[side, w * m + parent, 1] ^ (c1 & on)
+                on = zero - (nodes[parent, 0] & one)
+                out[w * new + k, 0] = hashes[side, parent, 0] ^ ((c2 if side else c0) & on)
+                out[w * new + k, 1] = hashes[side, parent, 1] ^ (c1 & on)
 
 
+@compiled
 def _slots(count: int, shift: int, level: int) -> int:
     """How many nodes of a level, each of 2^shift leaves, a window of ``count`` leaves can touch."""
     return 1 if count == 1 else min(1 << level, ((count - 1) >> shift) + 2)
 
 
-def _walk(left: U64, right: U8, nodes: U64, first: U64, count: int, bits: int) -> U64:
-    """From root nodes ``[n, 2]`` to the blocks ``[n, slots, 2]`` that hold leaves first to first + count - 1."""
+@in_loops
+def _walk(left: U64, right: U8, roots: U64, first: U64, count: int, bits: int, a: U64, b: U64, hashes: U64) -> U64:
+    """From root nodes ``[n, 2]`` to blocks ``[n * slots, 2]`` that hold leaves first to first + count - 1.
+
+    What leaves are made of goes to ``hashes[0]``. ``a``, ``b [*, 2]`` and ``hashes [2, *, 2]`` are room for all slots;
+    the blocks are in a or b.
+    """
     n, depth = right.shape
-    current = nodes[:, None, :]
-    for level in range(1, depth + 1):
-        m = current.shape[1]
-        hashes = hashed(current.reshape(n * m, 2), CHILDREN, 2)
-        out = np.empty((n, _slots(count, bits - level, level), 2), np.uint64)
-        _descend(hashes, left[:, level - 1], right[:, level - 1], current, first, bits - level, out)
-        current = out
-    return current
+    a[:n] = roots
+    m = 1
+    for level in range(depth):
+        hash_into(a, n * m, CHILDREN, 2, hashes)
+        new = _slots(count, bits - level - 1, level + 1)
+        _descend(a, m, hashes, left, right, level, first, bits - level - 1, new, b)
+        m = new
+        a, b = b, a
+    hash_into(a, n * m, LEAVES, 1, hashes)
+    return a[: n * m]
+
+
+class _Tree:
+    """The corrections of n wires, unpacked, with room for the nodes of as many wires as a cache holds."""
+
+    def __init__(self, corrections: U8, roots: U64, party: int, bits: int, log_leaves: int, count: int) -> None:
+        n, depth = len(roots), bits - log_leaves
+        self._left, self._right, self.leaf = unpack(corrections, n, depth)
+        self._roots = root_nodes(roots, party)
+        self._bits, self._count = bits, count
+        self.slots = _slots(count, log_leaves, depth)
+        self._wires = max(1, min(n, _CHUNK // self.slots))
+        room = np.empty((4, self._wires * self.slots, 2), np.uint64)
+        self._room = room[0], room[1], room[2:]
+
+    def blocks(self, first: U64, start: int = 0, stop: int | None = None) -> Iterator[tuple[slice, U64, U64]]:
+        """Wires start to stop, some at a time: which, their blocks ``[wires * slots, 2]``, what leaves are made of.
+
+        The arrays hold until the next come.
+        """
+        stop = len(self._roots) if stop is None else stop
+        for at in range(start, stop, self._wires):
+            part = slice(at, min(at + self._wires, stop))
+            corrected = self._left[part], self._right[part], self._roots[part], first[part]
+            yield part, _walk(*corrected, self._count, self._bits, *self._room), self._room[2][0]
 
 
 # -- one-bit leaves --------------------------------------------------------------------------------------------------
@@ -146,28 +185,68 @@ def bit_table(table: I64) -> U64:
     if size & (size - 1) or not 7 <= size.bit_length() - 1 <= 20:
         raise RangeError(f"a table of {size} entries: their number must be a power of two, 2^7 to 2^20")
     turned = table[:, -np.arange(size) % size].transpose(0, 2, 1)
-    return np.concatenate([turned, turned], axis=2).astype(np.uint64)
+    return np.ascontiguousarray(np.concatenate([turned, turned], axis=2)).view(np.uint64)
+
+
+def _add_masked_lanes(_context: Any, table: Any, phase: Any, at: Any, mask: Any, sums: Any) -> Any:
+    """``sums[c, i % 8] += table[phase, c, at + i]`` for c < 3 and each bit i < 64 of ``mask``, eight lanes at a time.
+
+    Vectors and masks of LLVM, on any processor: of a loop over bits LLVM makes something seven times as slow.
+    """
+    if table.layout != "C" or sums.layout != "C":
+        return None  # numba then says that it cannot compile the call
+    signature = types.void(table, phase, at, mask, sums)
+
+    def build(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        word, lanes = ir.IntType(64), ir.VectorType(ir.IntType(64), 8)
+        source, target = (context.make_array(sig.args[i])(context, builder, value=args[i]) for i in (0, 4))
+
+        def constant(value: int) -> Any:
+            return ir.Constant(word, value)
+
+        def vector(data: Any, index: Any) -> Any:
+            return builder.bitcast(builder.gep(data, [index]), lanes.as_pointer())
+
+        masks = []
+        for g in range(8):
+            byte = builder.trunc(builder.lshr(args[3], constant(8 * g)), ir.IntType(8))
+            masks.append(builder.bitcast(byte, ir.VectorType(ir.IntType(1), 8)))
+        _, rows, size = cgutils.unpack_tuple(builder, source.shape)
+        for c in range(3):
+            row = builder.add(builder.mul(args[1], rows), constant(c))
+            begin = builder.add(builder.mul(row, size), args[2])
+            total = builder.load(vector(target.data, constant(8 * c)), align=8)
+            for g, mask in enumerate(masks):
+                values = builder.load(vector(source.data, builder.add(begin, constant(8 * g))), align=8)
+                total = builder.add(total, builder.select(mask, values, ir.Constant(lanes, None)))
+            builder.store(total, vector(target.data, constant(8 * c)), align=8)
+        return context.get_dummy_value()
+
+    return signature, build
+
+
+_add_masked: Any = intrinsic(_add_masked_lanes)
 
 
 @compiled
-def _masked_sums(leaves: U64, control: U64, correction: U64, first: U64, phases: I64, table: U64, out: U64) -> None:
-    """``leaves [n, blocks * 2]`` of 64 bits each, not yet corrected, to ``out [3, n]``."""
-    n, words = leaves.shape
+def _masked_sums(
+    blocks: U64, leaves: U64, correction: U64, first: U64, phases: I64, table: U64, start: int, out: U64
+) -> None:
+    """Of ``blocks [n * m, 2]`` with ``leaves [n * m, 2]``, not yet corrected, to ``out [3, start : start + n]``."""
+    n = len(first)
+    m = len(blocks) // n
     one, zero = np.uint64(1), np.uint64(0)
+    sums = np.empty((3, 8), np.uint64)
     for w in range(n):
-        start = (64 * words - np.int64(first[w])) % (64 * words)
-        t0, t1, t2 = table[phases[w], 0], table[phases[w], 1], table[phases[w], 2]
-        a0, a1, a2 = zero, zero, zero
-        for g in range(words):
-            on = zero - (control[w, g >> 1] & one)
-            v = leaves[w, g] ^ (correction[w, g & 1] & on)
-            at = start + 64 * g
-            for l in range(64):
-                bit = zero - ((v >> np.uint64(l)) & one)
-                a0 += t0[at + l] & bit
-                a1 += t1[at + l] & bit
-                a2 += t2[at + l] & bit
-        out[0, w], out[1, w], out[2, w] = a0, a1, a2
+        at = (128 * m - np.int64(first[w])) % (128 * m)
+        sums[:] = 0
+        for k in range(w * m, w * m + m):
+            on = zero - (blocks[k, 0] & one)
+            for side in range(2):
+                _add_masked(table, phases[w], at, leaves[k, side] ^ (correction[w, side] & on), sums)
+                at += 64
+        for c in range(3):
+            out[c, start + w] = sums[c].sum()
 
 
 def bit_sums(corrections: U8, roots: U64, party: int, first: U64, phases: I64, table: U64) -> U64:
@@ -178,17 +257,19 @@ def bit_sums(corrections: U8, roots: U64, party: int, first: U64, phases: I64, t
 
     Args:
         first: ``[n]``, public, below 2^bits. phases: ``[n]``, public. table: of :func:`bit_table`, three coefficients.
+
+    Raises:
+        RangeError, ProtocolError: an argument of another size.
     """
     size = table.shape[2] // 2
     bits = size.bit_length() - 1
     _check_first(first, bits)
-    n = len(roots)
-    left, right, leaf = unpack(corrections, n, bits - BIT_LEAVES)
-    everything = np.zeros(n, np.uint64)
-    nodes = _walk(left, right, root_nodes(roots, party), everything, size, bits)
-    leaves = hashed(nodes.reshape(-1, 2), LEAVES, 1).reshape(n, -1)
-    out = np.empty((3, n), np.uint64)
-    _masked_sums(leaves, nodes[:, :, 0], leaf, first, phases, table, out)
+    if phases.size and not 0 <= int(phases.min()) <= int(phases.max()) < len(table):
+        raise RangeError(f"a phase is not one of the {len(table)} of the table")
+    tree = _Tree(corrections, roots, party, bits, BIT_LEAVES, size)
+    out = np.empty((3, len(roots)), np.uint64)
+    for part, blocks, leaves in tree.blocks(np.zeros(len(roots), np.uint64)):
+        _masked_sums(blocks, leaves, tree.leaf[part], first[part], phases[part], table, part.start, out)
     return _signed(out, party)
 
 
@@ -205,20 +286,20 @@ def _signed(sums: U64, party: int) -> U64:
 
 
 @compiled
-def _window_sums(leaves: U64, nodes: U64, correction: U64, first: U64, bits: int, factors: U64, out: U64) -> None:
-    """``leaves [n, slots, 2]`` of blocks ``nodes``, not yet corrected, times ``factors [n, count]``: ``out [n]``."""
-    n, slots, _ = nodes.shape
-    count = factors.shape[1]
+def _window_sums(blocks: U64, leaves: U64, correction: U64, first: U64, bits: int, factors: U64, out: U64) -> None:
+    """Of ``blocks [n * m, 2]`` with ``leaves [n * m, 2]``, not yet corrected, times ``factors [n, count]``: ``[n]``."""
+    n, count = factors.shape
+    m = len(blocks) // n
     one, zero, end = np.uint64(1), np.uint64(0), np.uint64((1 << bits) - 1)
     for w in range(n):
         total = zero
         base = (first[w] >> one) << one
-        for k in range(slots):
-            on = zero - (nodes[w, k, 0] & one)
+        for k in range(m):
+            on = zero - (blocks[w * m + k, 0] & one)
             for side in range(2):
                 at = np.int64((base + np.uint64(2 * k + side) - first[w]) & end)
                 if at < count:
-                    total += factors[w, at] * (leaves[w, k, side] + (correction[w, side] & on))
+                    total += factors[w, at] * (leaves[w * m + k, side] + (correction[w, side] & on))
         out[w] = total
 
 
@@ -241,11 +322,10 @@ def word_sums(corrections: U8, roots: U64, party: int, bits: int, first: U64, fa
             f"a window of {count} in a domain of {bits} bits: at most 32 bits, and no wider than the domain"
         )
     _check_first(first, bits)
-    left, right, leaf = unpack(corrections, len(roots), bits - WORD_LEAVES)
-    nodes = _walk(left, right, root_nodes(roots, party), first, count, bits)
-    leaves = hashed(nodes.reshape(-1, 2), LEAVES, 1).reshape(nodes.shape)
+    tree = _Tree(corrections, roots, party, bits, WORD_LEAVES, count)
     out = np.empty(n, np.uint64)
-    _window_sums(leaves, nodes, leaf, first, bits, factors, out)
+    for part, blocks, leaves in tree.blocks(first):
+        _window_sums(blocks, leaves, tree.leaf[part], first[part], bits, factors[part], out[part])
     return _signed(out, party)
 
 
@@ -253,29 +333,44 @@ def word_sums(corrections: U8, roots: U64, party: int, bits: int, first: U64, fa
 
 
 @compiled
-def _count(leaves: Any, nodes: U64, correction: Any, first: U64, counted: Any, line: Any, out: Any) -> None:
-    """Adds ``leaves [n, blocks * lanes]``, once corrected, to ``out [2^bits]`` at (leaf - first) mod 2^bits.
+def _count(
+    blocks: U64,
+    leaves: U64,
+    correction: U64,
+    first: U64,
+    counted: Any,
+    carry: np.uint64,
+    words: U64,
+    line: Any,
+    out: Any,
+) -> None:
+    """Adds the leaves of ``blocks [n * m, 2]``, once corrected, to ``out [2^bits]`` at (leaf - first) mod 2^bits.
 
-    ``correction [n, lanes]``; ``counted [n]`` says which wires count; ``line [2^bits]`` is room to work in. Sums are
-    modulo the ring of the elements' type.
+    ``counted [n]`` says which wires count. ``words`` and ``line [2^bits]`` are the same room to work in. Several leaves
+    of a word are corrected at once: ``carry`` has the highest bit of each, where no carry may leave it.
     """
-    n, blocks, _ = nodes.shape
-    size = out.shape[0]
-    eights = correction.shape[1] // 8
+    n, size = len(first), len(out)
+    m = len(blocks) // n
     for w in range(n):
         if not counted[w]:
             continue
-        for k in range(blocks):
-            on = nodes[w, k, 0] & np.uint64(1)
-            for h in range(eights):
-                at = 8 * (k * eights + h)
-                for e in range(8):
-                    line[at + e] = leaves[w, at + e] + correction[w, 8 * h + e] * on
+        c0, c1 = correction[w, 0], correction[w, 1]
+        for k in range(m):
+            on = np.uint64(0) - (blocks[w * m + k, 0] & np.uint64(1))
+            x, y = leaves[w * m + k, 0], c0 & on
+            words[2 * k] = ((x & ~carry) + (y & ~carry)) ^ ((x ^ y) & carry)
+            x, y = leaves[w * m + k, 1], c1 & on
+            words[2 * k + 1] = ((x & ~carry) + (y & ~carry)) ^ ((x ^ y) & carry)
         cut = np.int64(first[w])
-        for i in range(size - cut):
-            out[i] += line[cut + i]
-        for i in range(cut):
-            out[size - cut + i] += line[i]
+        # Slices from 0: other indices may be negative to the compiler, which makes no vectors then.
+        _add(line[cut:], out[: size - cut])
+        _add(line[:cut], out[size - cut :])
+
+
+@compiled
+def _add(values: Any, out: Any) -> None:
+    for i in range(len(out)):
+        out[i] += values[i]
 
 
 def histogram(corrections: U8, roots: U64, party: int, bits: int, first: U64, counted: Bools, ring: Ring) -> U8 | U16:
@@ -298,19 +393,16 @@ def histogram(corrections: U8, roots: U64, party: int, bits: int, first: U64, co
         raise RangeError(f"{length} places would overflow counts of {8 * kind.itemsize} bits")
     if counted.shape != (rows, length):
         raise ProtocolError(f"a mask of shape {counted.shape}, expected {(rows, length)}")
-    n, depth, size = first.size, bits - log_lanes, 1 << bits
-    flat, wanted = first.reshape(n), np.broadcast_to(counted, first.shape).reshape(n)
+    size, flat = 1 << bits, first.reshape(-1)
+    wanted = np.broadcast_to(counted, first.shape).reshape(-1)
     _check_first(flat, bits)
-    left, right, leaf = unpack(corrections, n, depth)
-    nodes, line = root_nodes(roots, party), np.empty(size, kind)
+    tree = _Tree(corrections, roots, party, bits, log_lanes, size)
+    room = np.empty(2 * tree.slots, np.uint64)
+    carry = np.uint64(0x8080808080808080 if kind.itemsize == 1 else 0x8000800080008000)
     out = np.zeros((heads * rows, size), kind)
-    everything = np.zeros(n, np.uint64)
-    step = max(1, _CHUNK >> depth)
-    for i, start in enumerate(range(0, n, length)):
-        for at in range(start, start + length, step):
-            part = slice(at, min(at + step, start + length))
-            blocks = _walk(left[part], right[part], nodes[part], everything[part], size, bits)
-            leaves = hashed(blocks.reshape(-1, 2), LEAVES, 1).reshape(len(blocks), -1).view(kind)
-            _count(leaves, blocks, leaf[part].view(kind), flat[part], wanted[part], line, out[i])
+    everything = np.zeros(flat.size, np.uint64)
+    for i, line in enumerate(out):
+        for part, blocks, leaves in tree.blocks(everything, i * length, (i + 1) * length):
+            _count(blocks, leaves, tree.leaf[part], flat[part], wanted[part], carry, room, room.view(kind), line)
     turned: U8 | U16 = out[:, -np.arange(size) % size]
     return np.negative(turned) if party else turned
