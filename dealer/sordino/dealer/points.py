@@ -58,6 +58,8 @@ class _Paths:
     """The nodes of both parties on the paths to alpha ``[n]``, level by level, and the corrections so far."""
 
     def __init__(self, alpha: U64, bits: int, depth: int, roots0: U64, roots1: U64) -> None:
+        if roots0.shape != roots1.shape or len(roots0) != len(alpha):
+            raise RangeError(f"roots of shapes {roots0.shape} and {roots1.shape} for {len(alpha)} places")
         if bits < 64 and alpha.size and int(alpha.max()) >> bits:
             raise RangeError(f"a place is over {bits} bits: take it modulo 2^{bits}")
         self.nodes = np.stack([root_nodes(roots0, 0), root_nodes(roots1, 1)])
@@ -117,6 +119,8 @@ def word_points(alpha: U64, bits: int, roots0: U64, roots1: U64, payload: U64) -
     Raises:
         RangeError: alpha or bits are out of range.
     """
+    if payload.shape != alpha.shape:
+        raise RangeError(f"a payload of shape {payload.shape} for {len(alpha)} places")
     paths = _paths(alpha, bits, WORD_LEAVES, roots0, roots1)
     made = paths.leaves(1)
     leaf = made[1] - made[0]

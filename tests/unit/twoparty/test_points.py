@@ -260,6 +260,20 @@ def test_sizes_are_checked() -> None:
         bit_sums(corrections, r0[:, :1], 0, alpha, zeros, table)
     with pytest.raises(RangeError, match="over 8 bits"):
         bit_sums(corrections, r0, 0, alpha + np.uint64(256), zeros, table)
+    with pytest.raises(RangeError, match="phase"):
+        bit_sums(corrections, r0, 0, alpha, zeros + 8, table)
+    with pytest.raises(ProtocolError, match="phases of shape"):
+        bit_sums(corrections, r0, 0, alpha, zeros[:3], table)
+    with pytest.raises(ProtocolError, match="indices of shape"):
+        bit_sums(corrections, r0, 0, alpha[:3], zeros[:3], table)
+    with pytest.raises(ProtocolError, match="indices of shape"):
+        bit_sums(corrections, r0, 0, alpha.astype(np.int64), zeros, table)
+    with pytest.raises(ProtocolError, match="factors of shape"):
+        word_sums(corrections, r0, 0, 8, alpha, np.zeros((3, 2), np.uint64))
+    with pytest.raises(RangeError, match="for 4 places"):
+        word_points(alpha, 8, r0[:3], r1[:3], alpha)
+    with pytest.raises(RangeError, match="for 4 places"):
+        word_points(alpha, 8, r0, r1, alpha[:3])
     with pytest.raises(RangeError, match="power of two"):
         bit_table(np.zeros((1, 200, 3), np.int64))
     with pytest.raises(RangeError, match="over 8 bits"):

@@ -168,8 +168,8 @@ def _find(
     """
     n, depth = right.shape
     nodes, node_places, deeper, deeper_places, hashes = room[0], room[1], room[2], room[3], room[4:]
-    nodes[:n] = roots
     for w in range(n):
+        nodes[w, 0], nodes[w, 1] = roots[w, 0], roots[w, 1]
         node_places[w, 0], node_places[w, 1] = 0, w
     size, found = n, 0
     for level in range(1, depth + 1):
@@ -263,8 +263,8 @@ def evaluate(corrections: U8, roots: U64, party: int, opened: U64, domain: Domai
     Raises:
         ProtocolError: corrections, roots or opened of another size.
     """
-    if opened.shape != (len(roots),):
-        raise ProtocolError(f"opened values of shape {opened.shape} for {len(roots)} roots")
+    if opened.shape != (len(roots),) or opened.dtype != np.uint64:
+        raise ProtocolError(f"opened values of shape {opened.shape}, {opened.dtype}, for {len(roots)} roots")
     tree = CellTree(corrections, roots, party, domain)
     root = domain.function == "rsqrt"
     odd = root and domain.fraction % 2 == 1

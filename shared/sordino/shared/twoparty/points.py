@@ -133,7 +133,8 @@ def _walk(left: U64, right: U8, roots: U64, first: U64, count: int, bits: int, a
     the blocks are in a or b.
     """
     n, depth = right.shape
-    a[:n] = roots
+    for w in range(n):
+        a[w, 0], a[w, 1] = roots[w, 0], roots[w, 1]
     m = 1
     for level in range(depth):
         hash_into(a, n * m, CHILDREN, 2, hashes)
@@ -239,14 +240,19 @@ def _masked_sums(
     sums = np.empty((3, 8), np.uint64)
     for w in range(n):
         at = (128 * m - np.int64(first[w])) % (128 * m)
-        sums[:] = 0
+        for c in range(3):
+            for i in range(8):
+                sums[c, i] = zero
         for k in range(w * m, w * m + m):
             on = zero - (blocks[k, 0] & one)
             for side in range(2):
                 _add_masked(table, phases[w], at, leaves[k, side] ^ (correction[w, side] & on), sums)
                 at += 64
         for c in range(3):
-            out[c, start + w] = sums[c].sum()
+            total = zero
+            for i in range(8):
+                total += sums[c, i]
+            out[c, start + w] = total
 
 
 def bit_sums(corrections: U8, roots: U64, party: int, first: U64, phases: I64, table: U64) -> U64:
@@ -263,7 +269,9 @@ def bit_sums(corrections: U8, roots: U64, party: int, first: U64, phases: I64, t
     """
     size = table.shape[2] // 2
     bits = size.bit_length() - 1
-    _check_first(first, bits)
+    _check_first(first, len(roots), bits)
+    if phases.shape != first.shape or phases.dtype != np.int64:
+        raise ProtocolError(f"phases of shape {phases.shape}, {phases.dtype}: expected one int64 for each index")
     if phases.size and not 0 <= int(phases.min()) <= int(phases.max()) < len(table):
         raise RangeError(f"a phase is not one of the {len(table)} of the table")
     tree = _Tree(corrections, roots, party, bits, BIT_LEAVES, size)
@@ -273,8 +281,10 @@ def bit_sums(corrections: U8, roots: U64, party: int, first: U64, phases: I64, t
     return _signed(out, party)
 
 
-def _check_first(first: U64, bits: int) -> None:
-    if first.size and int(first.max()) >> bits:
+def _check_first(first: U64, n: int, bits: int) -> None:
+    if first.shape != (n,) or first.dtype != np.uint64:
+        raise ProtocolError(f"indices of shape {first.shape}, {first.dtype}, for {n} roots: expected [n] uint64")
+    if n and int(first.max()) >> bits:
         raise RangeError(f"an index is over {bits} bits: take it modulo 2^{bits} before the look-up")
 
 
@@ -321,7 +331,9 @@ def word_sums(corrections: U8, roots: U64, party: int, bits: int, first: U64, fa
         raise RangeError(
             f"a window of {count} in a domain of {bits} bits: at most 32 bits, and no wider than the domain"
         )
-    _check_first(first, bits)
+    _check_first(first, len(roots), bits)
+    if n != len(roots) or factors.dtype != np.uint64:
+        raise ProtocolError(f"factors of shape {factors.shape}, {factors.dtype}, for {len(roots)} roots")
     tree = _Tree(corrections, roots, party, bits, WORD_LEAVES, count)
     out = np.empty(n, np.uint64)
     for part, blocks, leaves in tree.blocks(first):
@@ -395,7 +407,7 @@ def histogram(corrections: U8, roots: U64, party: int, bits: int, first: U64, co
         raise ProtocolError(f"a mask of shape {counted.shape}, expected {(rows, length)}")
     size, flat = 1 << bits, first.reshape(-1)
     wanted = np.broadcast_to(counted, first.shape).reshape(-1)
-    _check_first(flat, bits)
+    _check_first(flat, len(roots), bits)
     tree = _Tree(corrections, roots, party, bits, log_lanes, size)
     room = np.empty(2 * tree.slots, np.uint64)
     carry = np.uint64(0x8080808080808080 if kind.itemsize == 1 else 0x8000800080008000)
