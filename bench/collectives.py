@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 
-from sordino.server.address import free_port
+from sordino.shared.address import free_port
 
 # in, out: of SmolLM2-135M, of an 8B model, and shapes that no model has.
 SHAPES = ((1536, 576), (4096, 4096), (14336, 4096), (16384, 1024), (32768, 512))

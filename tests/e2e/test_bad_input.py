@@ -21,9 +21,8 @@ from sordino.client.bundle import fetch_bundle
 from sordino.client.proxy import RecordingProxy
 from sordino.client.transport import Connection
 from sordino.proto.v1 import sordino_pb2 as pb
-from sordino.server.auth import TokenFile
 from sordino.server.store import MatrixStore
-from sordino.server.tls import make_certificates
+from sordino.shared.auth import TokenFile
 from sordino.shared.errors import (
     AuthError,
     BundleError,
@@ -35,6 +34,7 @@ from sordino.shared.errors import (
 )
 from sordino.shared.manifest import ModelManifest
 from sordino.shared.ring import P
+from sordino.shared.tls import make_certificates
 
 INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 GIB = 1 << 30

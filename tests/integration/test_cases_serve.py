@@ -17,10 +17,11 @@ import pytest
 import torch
 from stack import ServerProcess
 
-from sordino.server import app, tls
-from sordino.server.auth import TokenFile
-from sordino.server.tls import make_certificates
+from sordino.server import app
+from sordino.shared import tls
+from sordino.shared.auth import TokenFile
 from sordino.shared.cli import main
+from sordino.shared.tls import make_certificates
 
 
 class Outcome(NamedTuple):

@@ -27,8 +27,8 @@ from stack import ServerProcess, masks_message, opening, rows_message, send_raw
 
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.server import service
-from sordino.server.auth import TokenFile
 from sordino.server.service import SERVICE_NAME, Limits
+from sordino.shared.auth import TokenFile
 from sordino.shared.pages import KEYS, N
 from sordino.shared.rlwe import SEED_BYTES, packed_bytes
 

@@ -25,10 +25,10 @@ import typer
 import yaml
 from dockerfile_parse import DockerfileParser
 
-from sordino.server.auth import TokenFile
 from sordino.server.metrics import _WATCHED, Metrics
-from sordino.server.tls import make_certificates
+from sordino.shared.auth import TokenFile
 from sordino.shared.cli import build
+from sordino.shared.tls import make_certificates
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

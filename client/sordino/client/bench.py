@@ -358,7 +358,7 @@ from types import SimpleNamespace
 from sordino.server.app import ServerConfig, build_server
 from sordino.server.kernel import choose_kernel
 from sordino.server.service import Limits, SordinoService
-from sordino.server.tls import make_certificates
+from sordino.shared.tls import make_certificates
 device = torch.device("cpu")
 choose_kernel(device)
 config = ServerConfig(bundle=Path(), tls=None, tokens=None)

@@ -20,8 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
-from sordino.server import address, parallel
-from sordino.server.auth import TokenFile
+from sordino.server import parallel
 from sordino.server.calls import CallInterceptor
 from sordino.server.health import DEAF, DRAINING, LOADING, RANK, TOKENS, Readiness, SelfCheck, pages
 from sordino.server.logs import keep_strangers_out
@@ -29,8 +28,10 @@ from sordino.server.metrics import Metrics
 from sordino.server.provision import few_arenas, return_memory
 from sordino.server.service import SERVICE_NAME, Limits, SordinoService
 from sordino.server.store import MatrixStore
-from sordino.server.tls import TlsFiles
+from sordino.shared import address
+from sordino.shared.auth import TokenFile
 from sordino.shared.errors import AuthError, SordinoError
+from sordino.shared.tls import TlsFiles
 from sordino.shared.transport import channel_options
 
 log = logging.getLogger(__name__)

@@ -164,17 +164,17 @@ def serve(
     """Host a split model over gRPC."""
     import torch
 
-    from sordino.server import address
     from sordino.server.app import ServerConfig, work
     from sordino.server.app import serve as run
-    from sordino.server.auth import TokenFile
-    from sordino.server.files import replace
     from sordino.server.logs import use_json
     from sordino.server.pagestore import Policy
     from sordino.server.parallel import LOCAL_RANK, RANK
     from sordino.server.service import Limits
-    from sordino.server.tls import TlsFiles, make_certificates
+    from sordino.shared import address
+    from sordino.shared.auth import TokenFile
+    from sordino.shared.files import replace
     from sordino.shared.manifest import ModelManifest
+    from sordino.shared.tls import TlsFiles, make_certificates
 
     if log_format == LogFormat.json:
         use_json(console)
@@ -300,7 +300,7 @@ def serve(
 
 def _issue_first(tokens: Path) -> None:
     """Makes a token file, with one token in a file beside it, unless another process has done so."""
-    from sordino.server.auth import TokenFile
+    from sordino.shared.auth import TokenFile
 
     tokens.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     copy = tokens.with_name("token")
@@ -312,8 +312,8 @@ def _issue_first(tokens: Path) -> None:
 
 
 def _serve_over_ray(fleet: Fleet, cluster: str) -> None:
-    from sordino.server.auth import TokenFile
     from sordino.server.ray_engine import joined, run_fleet
+    from sordino.shared.auth import TokenFile
 
     tokens = fleet.state / "tokens.json"
 
@@ -369,7 +369,7 @@ def token(
     revoke: Annotated[bool, typer.Option("--revoke", help="Take all tokens of this name away.")] = False,
 ) -> None:
     """Issue a client token (printed once, stored as a hash), list or revoke tokens; a running server is told."""
-    from sordino.server.auth import TokenFile, day
+    from sordino.shared.auth import TokenFile, day
 
     file = TokenFile(state / "tokens.json")
     if show or revoke:

@@ -19,10 +19,10 @@ import torch
 from prometheus_client import make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from sordino.server import address
 from sordino.server.kernel import known_answer_test
 from sordino.server.metrics import Metrics
 from sordino.server.store import MatrixStore
+from sordino.shared import address
 from sordino.shared.errors import SordinoError
 from sordino.shared.manifest import CLIENT_DIR, SERVER_DIR
 

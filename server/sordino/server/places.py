@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import grpc
 
-from sordino.server.auth import is_open
+from sordino.shared.auth import is_open
 from sordino.shared.errors import LimitError
 
 if TYPE_CHECKING:

@@ -25,12 +25,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NoReturn
 
-from sordino.server import address
 from sordino.server.parent import end_with_parent
-from sordino.server.tls import TlsFiles, make_certificates
+from sordino.shared import address
 from sordino.shared.cli import main
 from sordino.shared.errors import SordinoError
 from sordino.shared.manifest import ModelManifest
+from sordino.shared.tls import TlsFiles, make_certificates
 
 log = logging.getLogger(__name__)
 _RESTARTS: Final = 3

@@ -21,9 +21,9 @@ from sordino.client.provision import fetch_check_vectors
 from sordino.client.transport import Connection, EvaluationStream
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
-from sordino.server.tls import make_certificates
 from sordino.shared.errors import AuthError, BundleError, ProtocolError, SessionLostError, TransportError
 from sordino.shared.manifest import ModelManifest
+from sordino.shared.tls import make_certificates
 
 NOWHERE = "grpc://127.0.0.1:9"
 

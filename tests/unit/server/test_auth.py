@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sordino.server.auth import TokenFile
+from sordino.shared.auth import TokenFile
 from sordino.shared.errors import AuthError, SordinoError
 
 RECORD = {"name": "somebody", "sha256": "0" * 64, "expires": None}

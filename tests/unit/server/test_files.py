@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sordino.server import files
-from sordino.server.files import locked, replace
+from sordino.shared import files
 from sordino.shared.errors import SordinoError
+from sordino.shared.files import locked, replace
 
 
 def test_a_process_that_holds_the_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ import pytest
 from inprocess import InProcess
 
 from sordino.server import app
-from sordino.server.auth import TokenFile, identity_of
 from sordino.server.places import Places, Room
 from sordino.server.service import Limits, SordinoService
 from sordino.server.store import MatrixStore
+from sordino.shared.auth import TokenFile, identity_of
 from sordino.shared.errors import LimitError
 
 HEALTH = "/grpc.health.v1.Health/Check"

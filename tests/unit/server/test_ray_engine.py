@@ -18,9 +18,9 @@ import pytest
 from typer.testing import CliRunner
 
 from sordino.server.ray_engine import Fleet, Shared, command_line, joined, rank_environment
-from sordino.server.tls import make_certificates
 from sordino.shared.cli import build
 from sordino.shared.errors import SordinoError
+from sordino.shared.tls import make_certificates
 
 WAIT_S = 60
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from sordino.server import tls
-from sordino.server.tls import TlsFiles, make_certificates
+from sordino.shared import tls
 from sordino.shared.errors import SordinoError
+from sordino.shared.tls import TlsFiles, make_certificates
 
 NAMES = ("ca.pem", "ca.key", "server.pem", "server.key")
 Clock = Callable[[int], None]

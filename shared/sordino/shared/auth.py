@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from sordino.server.files import locked, replace, unreadable
 from sordino.shared.errors import AuthError, SordinoError
+from sordino.shared.files import locked, replace, unreadable
 
 log = logging.getLogger(__name__)
 ANONYMOUS: Final = "anonymous"
