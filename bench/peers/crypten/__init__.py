@@ -1,0 +1,1 @@
+"""CrypTen as the baseline of the two-party profile: see README.md."""
