@@ -36,6 +36,8 @@ from sordino.server.places import Places, Room
 from sordino.server.provision import return_memory
 from sordino.server.scheduler import Scheduler, Stream
 from sordino.server.store import MatrixStore
+from sordino.server.twoparty.compute import Join, compute
+from sordino.server.twoparty.session import TwoPartyModel
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, RangeError, UnknownGroupError
 from sordino.shared.manifest import GroupSpec
 from sordino.shared.packing import BlockShape, Part
@@ -81,6 +83,8 @@ class Limits:
     max_encoded_bytes: int = 2 << 30
     # Products of several sessions that wait for the same group are made together.
     batching: bool = True
+    max_two_party: int = 16
+    max_two_party_per_identity: int = 4
     max_attention: int = 64
     max_attention_per_identity: int = 16
     # Pages of KV caches: of all sessions in memory, of one, and of one identity. After kv_evict_s without a call a
@@ -123,6 +127,7 @@ class SordinoService(pb_grpc.SordinoServicer):
         limits: see :class:`Limits`.
         allow_clear: answer ``PROTOCOL_CLEAR``, rows without masks; for tests and benchmarks only.
         metrics: what products are counted in.
+        two_party: the model for profile ``two-party``, and how its sessions are joined at the dealer; None without one.
 
     Attributes:
         waits: the calls that wait for their client; the interceptor enters them.
@@ -138,13 +143,17 @@ class SordinoService(pb_grpc.SordinoServicer):
         engine: Engine | None = None,
         allow_clear: bool = False,
         metrics: Metrics | None = None,
+        two_party: tuple[TwoPartyModel, Join] | None = None,
     ) -> None:
+        self._two_party = two_party
         self._metrics = metrics = metrics or Metrics()
         self.waits = Waits()
         self.places = _places(limits)
         self._store = store
         self._limits = limits
         self._protocols = [pb.PROTOCOL_MASKED, pb.PROTOCOL_RLWE, *([pb.PROTOCOL_CLEAR] if allow_clear else [])]
+        if two_party is not None:
+            self._protocols.append(pb.PROTOCOL_TWO_PARTY)
         self._parallel = torch.get_num_threads() > 1
         self._engine = engine = engine or LocalEngine(store, limits.max_encoded_bytes)
         together = limits.batching
@@ -152,7 +161,13 @@ class SordinoService(pb_grpc.SordinoServicer):
         # One thread for products that use all cores: each thread has helpers of its own, which take a while to wake.
         wide = self._wide = ThreadPoolExecutor(1, thread_name_prefix="wide")
         # Of these, threads begin when they are needed. Attention may wait in one for the pages of others.
-        threads = limits.max_attention + limits.max_provisioning + limits.max_downloads + _SPARE_THREADS
+        threads = (
+            limits.max_attention
+            + limits.max_two_party
+            + limits.max_provisioning
+            + limits.max_downloads
+            + _SPARE_THREADS
+        )
         self._closed = False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="call")
         self._products: Scheduler[int, U32, U32] = Scheduler(
@@ -313,6 +328,20 @@ class SordinoService(pb_grpc.SordinoServicer):
         finally:
             if entered:
                 self._afterwards(lambda: held.__exit__(None, None, None))
+            self._afterwards(return_memory)
+
+    async def Compute(self, requests: Call, call: Call) -> None:  # noqa: N802
+        if self._two_party is None:
+            raise ProtocolError("this server has no dealer, which profile two-party needs (`sordino serve --dealer`)")
+        first = await requests.read()
+        if first is None:
+            return
+        if not first.HasField("open") or first.open.protocol != pb.PROTOCOL_TWO_PARTY:
+            raise ProtocolError("the first message of a stream must set `open`, for protocol TWO_PARTY")
+        self._check_fingerprint(first.open)
+        try:
+            await compute(*self._two_party, requests, call, self._in_thread)
+        finally:
             self._afterwards(return_memory)
 
     # -- one request -------------------------------------------------------------------------------------------------
@@ -485,6 +514,7 @@ def _places(limits: Limits) -> Places:
     streams = {
         "Evaluate": Room("evaluation streams", limits.max_streams, limits.max_streams_per_identity),
         "Attend": Room("attention streams", limits.max_attention, limits.max_attention_per_identity),
+        "Compute": Room("two-party sessions", limits.max_two_party, limits.max_two_party_per_identity),
         "Provision": Room("provisioning streams", limits.max_provisioning, limits.max_provisioning_per_identity),
         "FetchFile": Room("downloads", limits.max_downloads, limits.max_downloads_per_identity),
     }

@@ -22,53 +22,66 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from sordino.proto.v1 import dealer_pb2 as sordino_dot_proto_dot_v1_dot_dealer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1esordino/proto/v1/sordino.proto\x12\x10sordino.proto.v1\"\x14\n\x12GetManifestRequest\"\xac\x01\n\x13GetManifestResponse\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x19\n\x11max_message_bytes\x18\x02 \x01(\r\x12-\n\tprotocols\x18\x03 \x03(\x0e\x32\x1a.sordino.proto.v1.Protocol\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0b\x66irst_group\x18\x05 \x01(\r\x12\x13\n\x0bgroup_count\x18\x06 \x01(\r\"0\n\x10\x46\x65tchFileRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\")\n\tFileChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xa2\x01\n\x10ProvisionRequest\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x0c\x12\n\n\x02\x63\x30\x18\x03 \x01(\x0c\x12,\n\x05masks\x18\x04 \x01(\x0b\x32\x1b.sordino.proto.v1.MaskBlockH\x00\x12/\n\x05\x62lock\x18\x05 \x01(\x0b\x32\x1e.sordino.proto.v1.BlockProductH\x00\x42\x06\n\x04kind\"*\n\tMaskBlock\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x0e\n\x06points\x18\x02 \x01(\r\"\xbc\x01\n\x0c\x42lockProduct\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0e\n\x06inputs\x18\x02 \x01(\r\x12\x0f\n\x07outputs\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_input\x18\x04 \x01(\r\x12\x13\n\x0binput_count\x18\x05 \x01(\r\x12\x14\n\x0c\x66irst_output\x18\x06 \x01(\r\x12\x14\n\x0coutput_count\x18\x07 \x01(\r\x12\x12\n\ntransposed\x18\x08 \x01(\x08\x12\x13\n\x0b\x61nswer_bits\x18\t \x01(\r\":\n\x11ProvisionResponse\x12\r\n\x05group\x18\x01 \x01(\r\x12\n\n\x02\x63\x30\x18\x02 \x01(\x0c\x12\n\n\x02\x63\x31\x18\x03 \x01(\x0c\"\xab\x01\n\x0f\x45valuateRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x16.sordino.proto.v1.Open\x12\n\n\x02id\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12-\n\x05\x62lock\x18\x06 \x01(\x0b\x32\x1e.sordino.proto.v1.BlockProduct\x12\x0c\n\x04seed\x18\x07 \x01(\x0c\"I\n\x04Open\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12,\n\x08protocol\x18\x02 \x01(\x0e\x32\x1a.sordino.proto.v1.Protocol\"L\n\x10\x45valuateResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x12\n\ncompute_us\x18\x03 \x01(\x07\x12\n\n\x02\x63\x31\x18\x04 \x01(\x0c\"\xdb\x01\n\rAttendRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.sordino.proto.v1.OpenH\x00\x12.\n\x06\x61ppend\x18\x03 \x01(\x0b\x32\x1c.sordino.proto.v1.PageAppendH\x00\x12*\n\x04\x64rop\x18\x04 \x01(\x0b\x32\x1a.sordino.proto.v1.PageDropH\x00\x12\x32\n\x08products\x18\x05 \x01(\x0b\x32\x1e.sordino.proto.v1.PageProductsH\x00\x42\x06\n\x04kind\"F\n\x0b\x43iphertexts\x12\r\n\x05\x63ount\x18\x01 \x01(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x0c\x12\n\n\x02\x63\x30\x18\x03 \x01(\x0c\x12\x0e\n\x06primes\x18\x04 \x01(\r\"I\n\nPageAppend\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12,\n\x05pages\x18\x02 \x01(\x0b\x32\x1d.sordino.proto.v1.Ciphertexts\"\x19\n\x08PageDrop\x12\r\n\x05pages\x18\x01 \x03(\x04\"\x94\x01\n\x0cPageProducts\x12/\n\x08operands\x18\x01 \x01(\x0b\x32\x1d.sordino.proto.v1.Ciphertexts\x12\'\n\x04sums\x18\x02 \x03(\x0b\x32\x19.sordino.proto.v1.PageSum\x12\r\n\x05\x66irst\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\r\x12\r\n\x05\x63ount\x18\x05 \x01(\r\"*\n\x07PageSum\x12\x10\n\x08operands\x18\x01 \x03(\r\x12\r\n\x05pages\x18\x02 \x03(\x04\"T\n\x0e\x41ttendResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12\n\n\x02\x63\x30\x18\x02 \x01(\x0c\x12\n\n\x02\x63\x31\x18\x03 \x01(\x0c\x12\n\n\x02\x63\x32\x18\x04 \x01(\x0c\x12\x12\n\ncompute_us\x18\x05 \x01(\x07*`\n\x08Protocol\x12\x18\n\x14PROTOCOL_UNSPECIFIED\x10\x00\x12\x13\n\x0fPROTOCOL_MASKED\x10\x01\x12\x12\n\x0ePROTOCOL_CLEAR\x10\x02\x12\x11\n\rPROTOCOL_RLWE\x10\x03\x32\xb7\x03\n\x07Sordino\x12Z\n\x0bGetManifest\x12$.sordino.proto.v1.GetManifestRequest\x1a%.sordino.proto.v1.GetManifestResponse\x12N\n\tFetchFile\x12\".sordino.proto.v1.FetchFileRequest\x1a\x1b.sordino.proto.v1.FileChunk0\x01\x12X\n\tProvision\x12\".sordino.proto.v1.ProvisionRequest\x1a#.sordino.proto.v1.ProvisionResponse(\x01\x30\x01\x12U\n\x08\x45valuate\x12!.sordino.proto.v1.EvaluateRequest\x1a\".sordino.proto.v1.EvaluateResponse(\x01\x30\x01\x12O\n\x06\x41ttend\x12\x1f.sordino.proto.v1.AttendRequest\x1a .sordino.proto.v1.AttendResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1esordino/proto/v1/sordino.proto\x12\x10sordino.proto.v1\x1a\x1dsordino/proto/v1/dealer.proto\"\x14\n\x12GetManifestRequest\"\xac\x01\n\x13GetManifestResponse\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x19\n\x11max_message_bytes\x18\x02 \x01(\r\x12-\n\tprotocols\x18\x03 \x03(\x0e\x32\x1a.sordino.proto.v1.Protocol\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0b\x66irst_group\x18\x05 \x01(\r\x12\x13\n\x0bgroup_count\x18\x06 \x01(\r\"0\n\x10\x46\x65tchFileRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\")\n\tFileChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xa2\x01\n\x10ProvisionRequest\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x0c\x12\n\n\x02\x63\x30\x18\x03 \x01(\x0c\x12,\n\x05masks\x18\x04 \x01(\x0b\x32\x1b.sordino.proto.v1.MaskBlockH\x00\x12/\n\x05\x62lock\x18\x05 \x01(\x0b\x32\x1e.sordino.proto.v1.BlockProductH\x00\x42\x06\n\x04kind\"*\n\tMaskBlock\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x0e\n\x06points\x18\x02 \x01(\r\"\xbc\x01\n\x0c\x42lockProduct\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0e\n\x06inputs\x18\x02 \x01(\r\x12\x0f\n\x07outputs\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_input\x18\x04 \x01(\r\x12\x13\n\x0binput_count\x18\x05 \x01(\r\x12\x14\n\x0c\x66irst_output\x18\x06 \x01(\r\x12\x14\n\x0coutput_count\x18\x07 \x01(\r\x12\x12\n\ntransposed\x18\x08 \x01(\x08\x12\x13\n\x0b\x61nswer_bits\x18\t \x01(\r\":\n\x11ProvisionResponse\x12\r\n\x05group\x18\x01 \x01(\r\x12\n\n\x02\x63\x30\x18\x02 \x01(\x0c\x12\n\n\x02\x63\x31\x18\x03 \x01(\x0c\"\xab\x01\n\x0f\x45valuateRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x16.sordino.proto.v1.Open\x12\n\n\x02id\x18\x02 \x01(\x04\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12-\n\x05\x62lock\x18\x06 \x01(\x0b\x32\x1e.sordino.proto.v1.BlockProduct\x12\x0c\n\x04seed\x18\x07 \x01(\x0c\"I\n\x04Open\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12,\n\x08protocol\x18\x02 \x01(\x0e\x32\x1a.sordino.proto.v1.Protocol\"L\n\x10\x45valuateResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x12\n\ncompute_us\x18\x03 \x01(\x07\x12\n\n\x02\x63\x31\x18\x04 \x01(\x0c\"\xdb\x01\n\rAttendRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.sordino.proto.v1.OpenH\x00\x12.\n\x06\x61ppend\x18\x03 \x01(\x0b\x32\x1c.sordino.proto.v1.PageAppendH\x00\x12*\n\x04\x64rop\x18\x04 \x01(\x0b\x32\x1a.sordino.proto.v1.PageDropH\x00\x12\x32\n\x08products\x18\x05 \x01(\x0b\x32\x1e.sordino.proto.v1.PageProductsH\x00\x42\x06\n\x04kind\"F\n\x0b\x43iphertexts\x12\r\n\x05\x63ount\x18\x01 \x01(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x0c\x12\n\n\x02\x63\x30\x18\x03 \x01(\x0c\x12\x0e\n\x06primes\x18\x04 \x01(\r\"I\n\nPageAppend\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12,\n\x05pages\x18\x02 \x01(\x0b\x32\x1d.sordino.proto.v1.Ciphertexts\"\x19\n\x08PageDrop\x12\r\n\x05pages\x18\x01 \x03(\x04\"\x94\x01\n\x0cPageProducts\x12/\n\x08operands\x18\x01 \x01(\x0b\x32\x1d.sordino.proto.v1.Ciphertexts\x12\'\n\x04sums\x18\x02 \x03(\x0b\x32\x19.sordino.proto.v1.PageSum\x12\r\n\x05\x66irst\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\r\x12\r\n\x05\x63ount\x18\x05 \x01(\r\"*\n\x07PageSum\x12\x10\n\x08operands\x18\x01 \x03(\r\x12\r\n\x05pages\x18\x02 \x03(\x04\"T\n\x0e\x41ttendResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12\n\n\x02\x63\x30\x18\x02 \x01(\x0c\x12\n\n\x02\x63\x31\x18\x03 \x01(\x0c\x12\n\n\x02\x63\x32\x18\x04 \x01(\x0c\x12\x12\n\ncompute_us\x18\x05 \x01(\x07\"\xe0\x01\n\x0e\x43omputeRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.sordino.proto.v1.OpenH\x00\x12\x31\n\x07session\x18\x02 \x01(\x0b\x32\x1e.sordino.proto.v1.PartySessionH\x00\x12\x32\n\x08products\x18\x03 \x01(\x0b\x32\x1e.sordino.proto.v1.WordProductsH\x00\x12&\n\x04pass\x18\x04 \x01(\x0b\x32\x16.sordino.proto.v1.PassH\x00\x12\x0f\n\x05words\x18\x05 \x01(\x0cH\x00\x42\x06\n\x04kind\"C\n\x0cPartySession\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x12\n\npublic_key\x18\x03 \x01(\x0c\"P\n\x0cWordProducts\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0e\n\x06matrix\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x13\n\x0b\x63iphertexts\x18\x04 \x03(\x0c\"\x9b\x01\n\x0f\x43omputeResponse\x12+\n\x04plan\x18\x01 \x01(\x0b\x32\x1b.sordino.proto.v1.PartyPlanH\x00\x12\x10\n\x06joined\x18\x02 \x01(\x08H\x00\x12\x30\n\x07\x61nswers\x18\x03 \x01(\x0b\x32\x1d.sordino.proto.v1.WordAnswersH\x00\x12\x0f\n\x05words\x18\x04 \x01(\x0cH\x00\x42\x06\n\x04kind\"\x19\n\tPartyPlan\x12\x0c\n\x04plan\x18\x01 \x01(\x0c\"\"\n\x0bWordAnswers\x12\x13\n\x0b\x63iphertexts\x18\x01 \x03(\x0c*x\n\x08Protocol\x12\x18\n\x14PROTOCOL_UNSPECIFIED\x10\x00\x12\x13\n\x0fPROTOCOL_MASKED\x10\x01\x12\x12\n\x0ePROTOCOL_CLEAR\x10\x02\x12\x11\n\rPROTOCOL_RLWE\x10\x03\x12\x16\n\x12PROTOCOL_TWO_PARTY\x10\x04\x32\x8b\x04\n\x07Sordino\x12Z\n\x0bGetManifest\x12$.sordino.proto.v1.GetManifestRequest\x1a%.sordino.proto.v1.GetManifestResponse\x12N\n\tFetchFile\x12\".sordino.proto.v1.FetchFileRequest\x1a\x1b.sordino.proto.v1.FileChunk0\x01\x12X\n\tProvision\x12\".sordino.proto.v1.ProvisionRequest\x1a#.sordino.proto.v1.ProvisionResponse(\x01\x30\x01\x12U\n\x08\x45valuate\x12!.sordino.proto.v1.EvaluateRequest\x1a\".sordino.proto.v1.EvaluateResponse(\x01\x30\x01\x12O\n\x06\x41ttend\x12\x1f.sordino.proto.v1.AttendRequest\x1a .sordino.proto.v1.AttendResponse(\x01\x30\x01\x12R\n\x07\x43ompute\x12 .sordino.proto.v1.ComputeRequest\x1a!.sordino.proto.v1.ComputeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sordino.proto.v1.sordino_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PROTOCOL']._serialized_start=1806
-  _globals['_PROTOCOL']._serialized_end=1902
-  _globals['_GETMANIFESTREQUEST']._serialized_start=52
-  _globals['_GETMANIFESTREQUEST']._serialized_end=72
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=75
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=247
-  _globals['_FETCHFILEREQUEST']._serialized_start=249
-  _globals['_FETCHFILEREQUEST']._serialized_end=297
-  _globals['_FILECHUNK']._serialized_start=299
-  _globals['_FILECHUNK']._serialized_end=340
-  _globals['_PROVISIONREQUEST']._serialized_start=343
-  _globals['_PROVISIONREQUEST']._serialized_end=505
-  _globals['_MASKBLOCK']._serialized_start=507
-  _globals['_MASKBLOCK']._serialized_end=549
-  _globals['_BLOCKPRODUCT']._serialized_start=552
-  _globals['_BLOCKPRODUCT']._serialized_end=740
-  _globals['_PROVISIONRESPONSE']._serialized_start=742
-  _globals['_PROVISIONRESPONSE']._serialized_end=800
-  _globals['_EVALUATEREQUEST']._serialized_start=803
-  _globals['_EVALUATEREQUEST']._serialized_end=974
-  _globals['_OPEN']._serialized_start=976
-  _globals['_OPEN']._serialized_end=1049
-  _globals['_EVALUATERESPONSE']._serialized_start=1051
-  _globals['_EVALUATERESPONSE']._serialized_end=1127
-  _globals['_ATTENDREQUEST']._serialized_start=1130
-  _globals['_ATTENDREQUEST']._serialized_end=1349
-  _globals['_CIPHERTEXTS']._serialized_start=1351
-  _globals['_CIPHERTEXTS']._serialized_end=1421
-  _globals['_PAGEAPPEND']._serialized_start=1423
-  _globals['_PAGEAPPEND']._serialized_end=1496
-  _globals['_PAGEDROP']._serialized_start=1498
-  _globals['_PAGEDROP']._serialized_end=1523
-  _globals['_PAGEPRODUCTS']._serialized_start=1526
-  _globals['_PAGEPRODUCTS']._serialized_end=1674
-  _globals['_PAGESUM']._serialized_start=1676
-  _globals['_PAGESUM']._serialized_end=1718
-  _globals['_ATTENDRESPONSE']._serialized_start=1720
-  _globals['_ATTENDRESPONSE']._serialized_end=1804
-  _globals['_SORDINO']._serialized_start=1905
-  _globals['_SORDINO']._serialized_end=2344
+  _globals['_PROTOCOL']._serialized_start=2436
+  _globals['_PROTOCOL']._serialized_end=2556
+  _globals['_GETMANIFESTREQUEST']._serialized_start=83
+  _globals['_GETMANIFESTREQUEST']._serialized_end=103
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=106
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=278
+  _globals['_FETCHFILEREQUEST']._serialized_start=280
+  _globals['_FETCHFILEREQUEST']._serialized_end=328
+  _globals['_FILECHUNK']._serialized_start=330
+  _globals['_FILECHUNK']._serialized_end=371
+  _globals['_PROVISIONREQUEST']._serialized_start=374
+  _globals['_PROVISIONREQUEST']._serialized_end=536
+  _globals['_MASKBLOCK']._serialized_start=538
+  _globals['_MASKBLOCK']._serialized_end=580
+  _globals['_BLOCKPRODUCT']._serialized_start=583
+  _globals['_BLOCKPRODUCT']._serialized_end=771
+  _globals['_PROVISIONRESPONSE']._serialized_start=773
+  _globals['_PROVISIONRESPONSE']._serialized_end=831
+  _globals['_EVALUATEREQUEST']._serialized_start=834
+  _globals['_EVALUATEREQUEST']._serialized_end=1005
+  _globals['_OPEN']._serialized_start=1007
+  _globals['_OPEN']._serialized_end=1080
+  _globals['_EVALUATERESPONSE']._serialized_start=1082
+  _globals['_EVALUATERESPONSE']._serialized_end=1158
+  _globals['_ATTENDREQUEST']._serialized_start=1161
+  _globals['_ATTENDREQUEST']._serialized_end=1380
+  _globals['_CIPHERTEXTS']._serialized_start=1382
+  _globals['_CIPHERTEXTS']._serialized_end=1452
+  _globals['_PAGEAPPEND']._serialized_start=1454
+  _globals['_PAGEAPPEND']._serialized_end=1527
+  _globals['_PAGEDROP']._serialized_start=1529
+  _globals['_PAGEDROP']._serialized_end=1554
+  _globals['_PAGEPRODUCTS']._serialized_start=1557
+  _globals['_PAGEPRODUCTS']._serialized_end=1705
+  _globals['_PAGESUM']._serialized_start=1707
+  _globals['_PAGESUM']._serialized_end=1749
+  _globals['_ATTENDRESPONSE']._serialized_start=1751
+  _globals['_ATTENDRESPONSE']._serialized_end=1835
+  _globals['_COMPUTEREQUEST']._serialized_start=1838
+  _globals['_COMPUTEREQUEST']._serialized_end=2062
+  _globals['_PARTYSESSION']._serialized_start=2064
+  _globals['_PARTYSESSION']._serialized_end=2131
+  _globals['_WORDPRODUCTS']._serialized_start=2133
+  _globals['_WORDPRODUCTS']._serialized_end=2213
+  _globals['_COMPUTERESPONSE']._serialized_start=2216
+  _globals['_COMPUTERESPONSE']._serialized_end=2371
+  _globals['_PARTYPLAN']._serialized_start=2373
+  _globals['_PARTYPLAN']._serialized_end=2398
+  _globals['_WORDANSWERS']._serialized_start=2400
+  _globals['_WORDANSWERS']._serialized_end=2434
+  _globals['_SORDINO']._serialized_start=2559
+  _globals['_SORDINO']._serialized_end=3082
 # @@protoc_insertion_point(module_scope)

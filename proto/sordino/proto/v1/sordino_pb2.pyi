@@ -1,3 +1,4 @@
+from sordino.proto.v1 import dealer_pb2 as _dealer_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -13,10 +14,12 @@ class Protocol(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PROTOCOL_MASKED: _ClassVar[Protocol]
     PROTOCOL_CLEAR: _ClassVar[Protocol]
     PROTOCOL_RLWE: _ClassVar[Protocol]
+    PROTOCOL_TWO_PARTY: _ClassVar[Protocol]
 PROTOCOL_UNSPECIFIED: Protocol
 PROTOCOL_MASKED: Protocol
 PROTOCOL_CLEAR: Protocol
 PROTOCOL_RLWE: Protocol
+PROTOCOL_TWO_PARTY: Protocol
 
 class GetManifestRequest(_message.Message):
     __slots__ = ()
@@ -221,3 +224,62 @@ class AttendResponse(_message.Message):
     c2: bytes
     compute_us: int
     def __init__(self, id: _Optional[int] = ..., c0: _Optional[bytes] = ..., c1: _Optional[bytes] = ..., c2: _Optional[bytes] = ..., compute_us: _Optional[int] = ...) -> None: ...
+
+class ComputeRequest(_message.Message):
+    __slots__ = ("open", "session", "products", "words")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    PRODUCTS_FIELD_NUMBER: _ClassVar[int]
+    PASS_FIELD_NUMBER: _ClassVar[int]
+    WORDS_FIELD_NUMBER: _ClassVar[int]
+    open: Open
+    session: PartySession
+    products: WordProducts
+    words: bytes
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., session: _Optional[_Union[PartySession, _Mapping]] = ..., products: _Optional[_Union[WordProducts, _Mapping]] = ..., words: _Optional[bytes] = ..., **kwargs) -> None: ...
+
+class PartySession(_message.Message):
+    __slots__ = ("session", "digest", "public_key")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    digest: bytes
+    public_key: bytes
+    def __init__(self, session: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., public_key: _Optional[bytes] = ...) -> None: ...
+
+class WordProducts(_message.Message):
+    __slots__ = ("layer", "matrix", "rows", "ciphertexts")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    MATRIX_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    CIPHERTEXTS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    matrix: int
+    rows: int
+    ciphertexts: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, layer: _Optional[int] = ..., matrix: _Optional[int] = ..., rows: _Optional[int] = ..., ciphertexts: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class ComputeResponse(_message.Message):
+    __slots__ = ("plan", "joined", "answers", "words")
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    WORDS_FIELD_NUMBER: _ClassVar[int]
+    plan: PartyPlan
+    joined: bool
+    answers: WordAnswers
+    words: bytes
+    def __init__(self, plan: _Optional[_Union[PartyPlan, _Mapping]] = ..., joined: _Optional[bool] = ..., answers: _Optional[_Union[WordAnswers, _Mapping]] = ..., words: _Optional[bytes] = ...) -> None: ...
+
+class PartyPlan(_message.Message):
+    __slots__ = ("plan",)
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    plan: bytes
+    def __init__(self, plan: _Optional[bytes] = ...) -> None: ...
+
+class WordAnswers(_message.Message):
+    __slots__ = ("ciphertexts",)
+    CIPHERTEXTS_FIELD_NUMBER: _ClassVar[int]
+    ciphertexts: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, ciphertexts: _Optional[_Iterable[bytes]] = ...) -> None: ...

@@ -61,6 +61,11 @@ class SordinoStub:
                 request_serializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.AttendRequest.SerializeToString,
                 response_deserializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.AttendResponse.FromString,
                 _registered_method=True)
+        self.Compute = channel.stream_stream(
+                '/sordino.proto.v1.Sordino/Compute',
+                request_serializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.ComputeRequest.SerializeToString,
+                response_deserializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.ComputeResponse.FromString,
+                _registered_method=True)
 
 
 class SordinoServicer:
@@ -104,6 +109,14 @@ class SordinoServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Compute(self, request_iterator, context):
+        """Profile two-party: the server holds shares of all activations, and sees none. One client's session, whose cache is
+        gone when the stream ends. The first request opens it, the second names the session at the dealer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SordinoServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -131,6 +144,11 @@ def add_SordinoServicer_to_server(servicer, server):
                     servicer.Attend,
                     request_deserializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.AttendRequest.FromString,
                     response_serializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.AttendResponse.SerializeToString,
+            ),
+            'Compute': grpc.stream_stream_rpc_method_handler(
+                    servicer.Compute,
+                    request_deserializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.ComputeRequest.FromString,
+                    response_serializer=sordino_dot_proto_dot_v1_dot_sordino__pb2.ComputeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -270,6 +288,33 @@ class Sordino:
             '/sordino.proto.v1.Sordino/Attend',
             sordino_dot_proto_dot_v1_dot_sordino__pb2.AttendRequest.SerializeToString,
             sordino_dot_proto_dot_v1_dot_sordino__pb2.AttendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Compute(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/sordino.proto.v1.Sordino/Compute',
+            sordino_dot_proto_dot_v1_dot_sordino__pb2.ComputeRequest.SerializeToString,
+            sordino_dot_proto_dot_v1_dot_sordino__pb2.ComputeResponse.FromString,
             options,
             channel_credentials,
             insecure,

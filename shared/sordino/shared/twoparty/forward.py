@@ -3,6 +3,7 @@ dealer."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,19 +12,22 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sordino.shared.errors import LimitError, UnsupportedModelError
+from sordino.shared.errors import UnsupportedModelError
 from sordino.shared.twoparty import numbers as nb
 from sordino.shared.twoparty.cells import Domain
 from sordino.shared.twoparty.numbers import Layer, Plan, Shape, Sizes, integers, rotary
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.steps import Dot, Mix, Trunc, TruncMul, TruncSquare
-from sordino.shared.twoparty.tables import Curve, Exp, Gated, Highest
+from sordino.shared.twoparty.tables import Curve, Exp, Gated, Highest, exp_tables, gate_table
 
 U64 = NDArray[np.uint64]
 Bool = NDArray[np.bool_]
 
-QKV, OUT, GATE_UP, DOWN = range(4)  # the matrices of a layer
+# The matrices of a layer, by their names in a bundle.
+MATRICES: Final = ("self_attn.q_proj+k_proj+v_proj", "self_attn.o_proj", "mlp.gate_proj+up_proj", "mlp.down_proj")
+QKV, OUT, GATE_UP, DOWN = range(4)
 _SUM: Final = np.uint64(nb.SUM)
+_ROOM: Final = 128  # rows of a new cache
 
 
 class Linear(Protocol):
@@ -41,6 +45,19 @@ class Model:
     plan: Plan
     layers: tuple[Layer, ...]
     last_norm: U64
+
+    def digest(self) -> bytes:
+        """SHA-256 of all public numbers, tables among them: shares of parties whose numbers differ add up to noise."""
+        out = hashlib.sha256(self.plan.to_json())
+        for layer, sizes in zip(self.layers, self.plan.sizes, strict=True):
+            for one in (layer.norm1, layer.norm2, layer.out, layer.gate, layer.up, layer.down):
+                out.update(one.tobytes())
+            out.update(layer.turned.tobytes())
+            out.update(gate_table(nb.GATE_BITS, sizes.gate_cell).tobytes())
+        out.update(self.last_norm.tobytes())
+        for table in (*rotary(self.plan.shape, np.arange(nb.LONGEST)), *exp_tables()):
+            out.update(table.tobytes())
+        return out.digest()
 
     @classmethod
     def of(cls, plan: Plan, tensors: Mapping[str, nb.F32]) -> Model:
@@ -148,22 +165,18 @@ class Cache:
     counters: list[int] = field(default_factory=list)
 
     @classmethod
-    def empty(cls, shape: Shape, rows: int) -> Cache:
-        size = (2, shape.layers, rows, shape.groups, shape.head)
+    def empty(cls, shape: Shape) -> Cache:
+        size = (2, shape.layers, _ROOM, shape.groups, shape.head)
         return cls(np.zeros(size, np.uint64), np.zeros(size, np.uint64))
 
     def __len__(self) -> int:
         return len(self.counters)
 
     def extend(self, counters: Sequence[int], masks: U64) -> slice:
-        """Room for rows of these counters, with this party's shares of their masks ``[rows, 2, layers, groups, head]``.
-
-        Raises:
-            LimitError: the cache is full.
-        """
+        """Room for rows of these counters. masks: this party's shares, ``[rows, 2, layers, groups, head]``."""
         start, stop = len(self), len(self) + len(counters)
-        if stop > self.opened.shape[2]:
-            raise LimitError(f"a cache of {self.opened.shape[2]} positions is full")
+        while stop > self.opened.shape[2]:
+            self.opened, self.masks = (np.concatenate([a, np.zeros_like(a)], axis=2) for a in (self.opened, self.masks))
         self.masks[:, :, start:stop] = masks.transpose(1, 2, 0, 3, 4)
         self.counters += counters
         return slice(start, stop)
@@ -179,18 +192,18 @@ def forward(
     cache: Cache,
     new: slice,
     x: U64,
-    positions: NDArray[np.int64],
-    visible: Bool,
 ) -> tuple[U64, U64]:
     """Shares of the normed hidden states ``[rows, d]``, with ``HIDDEN`` fraction bits, and of how many wires left the
     domain of a table: anything but 0 means that the hidden states are wrong.
 
     Args:
         x: shares of the embedded rows ``[rows, d]``, with ``RESIDUAL`` fraction bits.
-        new: the rows of the cache that are those of this pass.
-        visible: ``[rows, kept]``, what a row sees of the cache.
+        new: the rows of the cache that are those of this pass; a row's place in the cache is its position, and it sees
+            those before it.
     """
     rows, kept, shape = x.shape[0], new.stop, model.plan.shape
+    positions = np.arange(new.start, new.stop)
+    visible = np.arange(kept) <= positions[:, None]
     turn = rotary(shape, positions)
     outside = np.zeros(1, np.uint64)
     x = x << _SUM

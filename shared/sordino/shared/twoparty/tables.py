@@ -21,6 +21,7 @@ Bool = NDArray[np.bool_]
 
 EXP_SHARE: Final = 16  # fraction bits of e^-rho, which the dealer makes
 EXP_PUBLIC: Final = 19  # of what it is multiplied with
+EXP_PLACE: Final = 24  # bits of a place in a cell
 EXP_CELLS: Final = 16  # of 1 nat below the reference that are not 0
 GATE_FINE: Final = 14  # bits of a place in a cell, times the slope
 GATE_COARSE: Final = 7  # times the curvature
@@ -131,10 +132,24 @@ class Exp:
         (opened,) = party.open(x + r)
         # Cell j = 0, -1, ... is met at alpha = (place - j): the window begins at the place, for x = j + low - rho.
         place = index(opened, self.k, self.bits)
-        part = np.exp(low(opened, self.k, self.k) * 2.0**-self.k)
-        cells = np.exp(-np.arange(EXP_CELLS, dtype=np.float64))
-        factors = np.rint(part[:, None] * cells * 2.0**EXP_PUBLIC).astype(np.uint64)
+        factors = exp_factors(low(opened, self.k, EXP_PLACE))
         return points.word_sums(corrections, roots, party.index, self.bits, place, factors)
+
+
+@cache
+def exp_tables() -> tuple[F64, F64, F64]:
+    """e^(i / 2^12) and e^(i / 2^24) for 12 bits i, and e^-j for cells 0, -1, ... -15 with ``EXP_PUBLIC`` fraction bits."""
+    fine = np.arange(1 << 12) / 2.0**12
+    return np.exp(fine), np.exp(fine / 2.0**12), np.exp(-np.arange(EXP_CELLS)) * 2.0**EXP_PUBLIC
+
+
+def exp_factors(place: U64) -> U64:
+    """e^(place / 2^24 - j) for each cell: ``[n]`` to ``[n, 16]``. By tables and products, which both parties have alike,
+    and by no library's exponential."""
+    first, second, cells = exp_tables()
+    part = first[place >> np.uint64(12)] * second[place & np.uint64((1 << 12) - 1)]
+    out: U64 = np.rint(part[:, None] * cells).astype(np.uint64)
+    return out
 
 
 @cache

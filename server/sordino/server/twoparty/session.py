@@ -1,0 +1,187 @@
+"""The server's side of profile ``two-party``: its plan of a model, and one client's session (docs/two-party.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from sordino.proto.v1 import dealer_pb2 as deal_pb
+from sordino.proto.v1 import sordino_pb2 as pb
+from sordino.server.store import MatrixStore
+from sordino.server.twoparty.linear import Provisioner, WordMatrix, choose_kernel
+from sordino.shared.errors import (
+    LimitError,
+    ProtocolError,
+    SessionLostError,
+    UnknownGroupError,
+    UnsupportedModelError,
+)
+from sordino.shared.manifest import CLIENT_DIR
+from sordino.shared.twoparty.forward import MATRICES, Cache, Model, forward
+from sordino.shared.twoparty.lwe import word_shape
+from sordino.shared.twoparty.numbers import Bounds, Plan, Shape, Sizes, bounds
+from sordino.shared.twoparty.party import Party
+from sordino.shared.twoparty.passes import Counters
+from sordino.shared.twoparty.tape import SERVER, Source, Tape
+
+U64 = NDArray[np.uint64]
+F64 = NDArray[np.float64]
+
+# Rows of masked products that a client may have made ahead, of each matrix.
+_MOST_ROWS: Final = 4096
+
+
+class Dealing(Protocol):
+    """A party's session at the dealer."""
+
+    @property
+    def key(self) -> bytes:
+        """32 bytes, this party's."""
+        ...
+
+    def ask(self, wanted: deal_pb.Pass) -> Source:
+        """The material of a pass."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class TwoPartyModel:
+    """What a server has for all sessions: the plan, the public integers, and its matrices.
+
+    Raises:
+        UnsupportedModelError: the model is of another kind, or only a part of it is here.
+    """
+
+    def __init__(self, store: MatrixStore) -> None:
+        if not store.is_whole:
+            raise UnsupportedModelError("profile two-party needs all layers in one server")
+        folder = store.bundle / CLIENT_DIR
+        shape = Shape.of(json.loads((folder / "config.json").read_bytes()))
+        tensors = load_file(folder / "client.safetensors")
+        if any(name.endswith(".bias") for name in tensors):
+            raise UnsupportedModelError("profile two-party knows no biases yet")
+        groups = {group.name: i for i, group in enumerate(store.manifest.groups)}
+        kernel = choose_kernel(store.device)
+        self._matrices: list[list[WordMatrix]] = []
+        sizes = []
+        for layer in range(shape.layers):
+            prefix = f"model.layers.{layer}."
+            try:
+                weights = [store.whole[groups[prefix + name]].weights for name in MATRICES]
+            except KeyError as error:
+                raise UnsupportedModelError(f"profile two-party needs {error} as a matrix of its own") from None
+            self._matrices.append([WordMatrix(one, kernel) for one in weights])
+            sizes.append(Sizes.of(prefix, _bounds(shape, tensors, prefix, weights)))
+        self.plan = Plan(shape, tuple(sizes))
+        self.public = Model.of(self.plan, tensors)
+
+    def matrix(self, layer: int, number: int) -> WordMatrix:
+        """
+        Raises:
+            UnknownGroupError: there is none.
+        """
+        if layer >= len(self._matrices) or number >= len(MATRICES):
+            raise UnknownGroupError(f"matrix {number} of layer {layer} does not exist")
+        return self._matrices[layer][number]
+
+
+def _bounds(shape: Shape, tensors: dict[str, NDArray[np.float32]], prefix: str, weights: list[torch.Tensor]) -> Bounds:
+    def real(matrix: torch.Tensor, *names: str) -> F64:
+        scales = np.concatenate([tensors[f"{prefix}{name}_proj.scale"] for name in names]).astype(np.float64)
+        out: F64 = matrix.cpu().numpy() * scales[:, None]
+        return out
+
+    norms = [
+        tensors[prefix + name].astype(np.float64)
+        for name in ("input_layernorm.weight", "post_attention_layernorm.weight")
+    ]
+    qkv = real(weights[0], "self_attn.q", "self_attn.k", "self_attn.v")
+    return bounds(shape, qkv, norms[0], real(weights[2], "mlp.gate", "mlp.up"), norms[1])
+
+
+class StreamLink:
+    """Messages of a pass, between the loop that has the stream and the thread that computes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[pb.ComputeResponse], None]) -> None:
+        self._loop = loop
+        self._send = send
+        self._came: SimpleQueue[bytes | None] = SimpleQueue()
+
+    def put(self, message: bytes | None) -> None:
+        """From the loop: what the client sent, None for its end."""
+        self._came.put(message)
+
+    def send(self, message: bytes) -> None:
+        self._loop.call_soon_threadsafe(self._send, pb.ComputeResponse(words=message))
+
+    def receive(self) -> bytes:
+        message = self._came.get()
+        if message is None:
+            raise SessionLostError("the client is gone in the middle of a pass")
+        return message
+
+
+class PartySession:
+    """One client's shares: its cache, and what was made ahead of its rows."""
+
+    def __init__(self, model: TwoPartyModel, dealing: Dealing, public_key: bytes) -> None:
+        self._model = model
+        self._dealing = dealing
+        self._provisioner = Provisioner(public_key, parallel=torch.get_num_threads() > 1)
+        shape = model.plan.shape
+        self._cache = Cache.empty(shape)
+        self._counters = Counters()
+        # Of each matrix: the server's masks of rows that no pass has used.
+        self._masks: dict[tuple[int, int], list[U64]] = {}
+
+    def products(self, request: pb.WordProducts) -> pb.WordAnswers:
+        """
+        Raises:
+            ProtocolError, UnknownGroupError: the request is malformed. LimitError: too much has been made ahead.
+        """
+        matrix = self._model.matrix(request.layer, request.matrix)
+        if not 1 <= request.rows <= _MOST_ROWS:
+            raise ProtocolError(f"a request has 1 to {_MOST_ROWS} rows, this one {request.rows}")
+        masks = self._masks.setdefault((request.layer, request.matrix), [])
+        if len(masks) + request.rows > _MOST_ROWS:
+            raise LimitError(f"{len(masks)} rows of this matrix are made already: use them first")
+        outputs, inputs = matrix.weights.shape
+        shape = word_shape(request.rows, inputs, outputs)
+        answers = list(self._provisioner.answers(matrix.weights.numpy(), list(request.ciphertexts), shape))
+        masks += list(np.concatenate([s for _, s in answers], axis=1)[: request.rows])
+        return pb.WordAnswers(ciphertexts=[message for message, _ in answers])
+
+    def forward(self, wanted: deal_pb.Pass, link: StreamLink) -> None:
+        """One pass; its last message is the server's share of the hidden states.
+
+        Raises:
+            ProtocolError: the pass does not fit what went before. SordinoError: of the dealer.
+        """
+        new = self._counters.extend(self._cache, wanted, self._dealing.key, self._model.plan.shape)
+        tape = Tape(SERVER, self._dealing.key, wanted.number, self._dealing.ask(wanted))
+        party = Party(tape, link)
+        x = np.zeros((wanted.rows, self._model.plan.shape.d), np.uint64)
+        hidden, outside = forward(party, self._model.public, self, self._cache, new, x)
+        party.send(np.concatenate([outside, hidden.reshape(-1)]))
+
+    def product(self, party: Party, layer: int, matrix: int, x: U64) -> U64:
+        """See :class:`sordino.shared.twoparty.forward.Linear`."""
+        masks = self._masks.get((layer, matrix), [])
+        if len(masks) < len(x):
+            raise ProtocolError(f"a pass of {len(x)} rows, and {len(masks)} were made ahead: ask for products first")
+        used = np.stack(masks[: len(x)])
+        del masks[: len(x)]
+        u = party.receive(x.size).reshape(x.shape)
+        return self._model.matrix(layer, matrix).product(u + x) - used
+
+    def close(self) -> None:
+        self._dealing.close()

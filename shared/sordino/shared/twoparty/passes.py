@@ -1,0 +1,74 @@
+"""Which rows a pass adds to the cache, and under which counters: kept alike by both parties and the dealer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sordino.proto.v1 import dealer_pb2 as pb
+from sordino.shared.errors import ProtocolError
+from sordino.shared.twoparty.forward import Cache
+from sordino.shared.twoparty.numbers import LONGEST, Shape
+from sordino.shared.twoparty.tape import append_masks
+
+
+def ranges(counters: Sequence[int]) -> list[pb.Counters]:
+    """Counters as they are sent."""
+    out: list[pb.Counters] = []
+    for counter in counters:
+        if out and out[-1].first + out[-1].count == counter:
+            out[-1].count += 1
+        else:
+            out.append(pb.Counters(first=counter, count=1))
+    return out
+
+
+def counters_of(sent: Iterable[pb.Counters]) -> list[int]:
+    """
+    Raises:
+        ProtocolError: more than a cache can have.
+    """
+    out: list[int] = []
+    for one in sent:
+        if one.count > LONGEST or len(out) + one.count > LONGEST:
+            raise ProtocolError(f"a cache has at most {LONGEST} rows")
+        out += range(one.first, one.first + one.count)
+    return out
+
+
+class Counters:
+    """Numbers of passes and of rows, each used once in a session."""
+
+    def __init__(self) -> None:
+        self._last_pass = -1
+        self._last_row = -1
+
+    def check(self, wanted: pb.Pass) -> list[int]:
+        """The counters of all rows that the cache has after the pass.
+
+        Raises:
+            ProtocolError: a number has been used before, or there are too many rows.
+        """
+        kept = counters_of(wanted.kept)
+        if wanted.number <= self._last_pass:
+            raise ProtocolError(f"pass {wanted.number} comes after pass {self._last_pass}: numbers go up")
+        if wanted.first_counter <= self._last_row or (kept and max(kept) >= wanted.first_counter):
+            raise ProtocolError(f"row counter {wanted.first_counter} was used before: a counter is used once")
+        if not 1 <= wanted.rows <= LONGEST - len(kept):
+            raise ProtocolError(f"{wanted.rows} rows after {len(kept)}: a cache has at most {LONGEST}")
+        new = list(range(wanted.first_counter, wanted.first_counter + wanted.rows))
+        self._last_pass, self._last_row = wanted.number, new[-1]
+        return kept + new
+
+    def extend(self, cache: Cache, wanted: pb.Pass, key: bytes, shape: Shape) -> slice:
+        """Crops a party's cache to what the pass keeps, and makes room for its rows.
+
+        Raises:
+            ProtocolError: as :meth:`check`, or the pass keeps rows that the cache does not begin with.
+        """
+        every = self.check(wanted)
+        kept = len(every) - wanted.rows
+        if cache.counters[:kept] != every[:kept]:
+            raise ProtocolError("a pass keeps rows that this cache does not have: begin anew, with an empty one")
+        cache.crop(kept)
+        new = every[kept:]
+        return cache.extend(new, append_masks(key, new, 2, shape.layers, shape.groups, shape.head))
