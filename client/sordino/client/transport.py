@@ -244,6 +244,12 @@ class Connection:
         call: Call[pb.AttendResponse] = stub.Attend(requests, metadata=self._metadata)
         return call
 
+    def open_compute(self, requests: Iterator[pb.ComputeRequest]) -> Call[pb.ComputeResponse]:
+        """To the one server that this session of profile two-party is with."""
+        self.owner.check()
+        call: Call[pb.ComputeResponse] = self.route.holder().stub.Compute(requests, metadata=self._metadata)
+        return call
+
     def retrying(self, attempt: Callable[[], T], progress: Callable[[], object] | None = None) -> T:
         """Runs ``attempt`` until it succeeds or fails for another reason than the transport.
 

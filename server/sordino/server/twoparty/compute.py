@@ -66,11 +66,11 @@ async def _serve(session: PartySession, requests: Call, call: Call, in_thread: I
                 if link is None:
                     raise ProtocolError("words of no pass: a pass begins with its numbers")
                 link.put(request.words)
-            elif kind == "pass":
+            elif kind == "forward":
                 if running is not None and not running.done():
                     raise ProtocolError("a pass begins when the one before has ended")
                 link = StreamLink(loop, outgoing.put_nowait)
-                running = asyncio.ensure_future(in_thread(session.forward, getattr(request, "pass"), link))
+                running = asyncio.ensure_future(in_thread(session.forward, request.forward, link))
                 running.add_done_callback(ended)
             elif kind == "products":
                 answers = await in_thread(session.products, request.products)

@@ -1,0 +1,76 @@
+"""A transformers model whose layers are evaluated on shares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from sordino.client.twoparty.session import PartySession
+from sordino.shared.errors import RangeError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class PartyLayers(nn.Module):
+    """Takes the place of a model's layers: embedded rows in, hidden states after the last norm out.
+
+    A transformers cache holds, in its first layer, the counters under which its rows lie in the session's cache, and
+    nothing else; so ``crop`` and a cache that is used again mean what they mean elsewhere.
+    """
+
+    def __init__(self, embed_tokens: nn.Module, session: PartySession) -> None:
+        super().__init__()
+        self.embed_tokens = embed_tokens
+        self._session = session
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPast:
+        """
+        Raises:
+            RangeError: several prompts at once, a padded one, or an empty one.
+        """
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if inputs_embeds.shape[0] != 1:
+            raise RangeError(f"{inputs_embeds.shape[0]} prompts at once: profile two-party answers one at a time")
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise RangeError("a prompt with padding: profile two-party answers prompts without")
+        if not inputs_embeds.shape[1]:
+            raise RangeError("the prompt is empty: nothing was sent")
+        cache = DynamicCache() if past_key_values is None else past_key_values
+        rows = inputs_embeds[0].detach().to(device="cpu", dtype=torch.float64).numpy()
+        hidden, counters = self._session.forward(rows, _counters(cache))
+        stored = torch.tensor(counters, dtype=torch.float64).reshape(1, 1, -1, 1)
+        cache.update(stored, stored, 0)
+        out = torch.from_numpy(hidden).to(device=inputs_embeds.device, dtype=inputs_embeds.dtype)
+        return BaseModelOutputWithPast(last_hidden_state=out[None], past_key_values=cache)
+
+
+def _counters(cache: DynamicCache) -> list[int]:
+    if not cache.get_seq_length():
+        return []
+    return [int(counter) for counter in cache.layers[0].keys.reshape(-1).tolist()]
+
+
+def use_shares(model: PreTrainedModel, session: PartySession) -> None:
+    """Has the model's layers evaluated by the session; embedding, head and generation stay transformers' own.
+
+    Raises:
+        UnsupportedModelError: the model keeps its layers elsewhere.
+    """
+    inner = getattr(model, "model", None)
+    embedding = getattr(inner, "embed_tokens", None)
+    if not isinstance(embedding, nn.Module):
+        raise UnsupportedModelError("profile two-party knows models with `model.embed_tokens`")
+    model.model = PartyLayers(embedding, session)

@@ -1,0 +1,238 @@
+"""The client's side of profile ``two-party``: a session with a server and a dealer (docs/two-party.md)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from queue import SimpleQueue
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sordino.client.interrupts import interrupts
+from sordino.client.transport import Call, Connection, Watchdog, next_answer
+from sordino.client.twoparty.linear import WordKey
+from sordino.proto.v1 import dealer_pb2 as deal_pb
+from sordino.proto.v1 import sordino_pb2 as pb
+from sordino.shared.errors import IntegrityError, LimitError, RangeError, SessionLostError
+from sordino.shared.twoparty import numbers as nb
+from sordino.shared.twoparty.forward import HIDDEN, MATRICES, Cache, Model, forward
+from sordino.shared.twoparty.lwe import word_shape
+from sordino.shared.twoparty.numbers import Plan
+from sordino.shared.twoparty.party import Count, Party
+from sordino.shared.twoparty.passes import Counters, ranges
+from sordino.shared.twoparty.tape import CLIENT, Source, Tape
+
+U64 = NDArray[np.uint64]
+F64 = NDArray[np.float64]
+Progress = Callable[[int, int], None]
+
+MOST_ROWS: Final = 32  # of a pass; a longer prompt goes in several
+BLOCK_ROWS: Final = 32  # that are made ahead at a time
+_LARGEST: Final = 2.0**15  # of an embedding's entries
+
+
+class Dealing(Protocol):
+    """This party's session at the dealer."""
+
+    @property
+    def session(self) -> bytes: ...
+
+    @property
+    def key(self) -> bytes: ...
+
+    def ask(self, wanted: deal_pb.Pass) -> Source:
+        """The material of a pass."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Spent(Count):
+    """What a session has cost: rounds and bytes of passes, and bytes of products made ahead.
+
+    Attributes:
+        ahead_sent, ahead_received: bytes of encrypted products. ahead_s: seconds for them. passes, pass_s: of passes.
+    """
+
+    __slots__ = ("ahead_received", "ahead_s", "ahead_sent", "pass_s", "passes")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ahead_sent = self.ahead_received = self.passes = 0
+        self.ahead_s = self.pass_s = 0.0
+
+
+class PartySession:
+    """One session: its stream to the server, its place at the dealer, and this side's shares.
+
+    Args:
+        begin: from a plan to the session that it has at the dealer.
+
+    Raises:
+        SordinoError: the server or the dealer refuses it.
+    """
+
+    def __init__(
+        self, connection: Connection, tensors: dict[str, NDArray[np.float32]], begin: Callable[[bytes], Dealing]
+    ) -> None:
+        self._connection = connection
+        self._outgoing: SimpleQueue[pb.ComputeRequest | None] = SimpleQueue()
+        self._watchdog = Watchdog(connection.timeout_s)
+        self.spent = Spent()
+        opening = pb.Open(fingerprint=connection.manifest.fingerprint, protocol=pb.PROTOCOL_TWO_PARTY)
+        self._call: Call[pb.ComputeResponse] = connection.open_compute(iter(self._outgoing.get, None))
+        self._closed = False
+        self._put(pb.ComputeRequest(open=opening))
+        self.plan = Plan.from_json(self._next("plan").plan.plan)
+        self._model = Model.of(self.plan, tensors)
+        self._dealing = begin(self.plan.to_json())
+        self._key = WordKey(parallel=(os.cpu_count() or 1) > 1)
+        session = pb.PartySession(
+            session=self._dealing.session, digest=self._model.digest(), public_key=self._key.public
+        )
+        self._put(pb.ComputeRequest(session=session))
+        self._next("joined")
+        self._cache = Cache.empty(self.plan.shape)
+        self._counters = Counters()
+        self._next_pass = self._next_row = 0
+        # Of each matrix: rows r that nothing has been masked with, and c = W r + s of them.
+        self._rows: dict[tuple[int, int], deque[tuple[U64, U64]]] = {
+            (layer, matrix): deque() for layer in range(self.plan.shape.layers) for matrix in range(len(MATRICES))
+        }
+
+    # -- made ahead --------------------------------------------------------------------------------------------------
+
+    @property
+    def rows_left(self) -> int:
+        """For how many rows products have been made."""
+        return min(len(rows) for rows in self._rows.values())
+
+    def provision(self, rows: int, progress: Progress | None = None) -> None:
+        """Makes products ahead for so many more rows of every matrix."""
+        start = time.perf_counter()
+        for done, (layer, matrix) in enumerate(self._rows):
+            inputs, outputs = self._sizes(matrix)
+            shape = word_shape(rows, inputs, outputs)
+            r = np.frombuffer(os.urandom(8 * rows * inputs), np.uint64).reshape(rows, inputs)
+            wanted = pb.WordProducts(layer=layer, matrix=matrix, rows=rows, ciphertexts=self._key.requests(r, shape))
+            request = pb.ComputeRequest(products=wanted)
+            self.spent.ahead_sent += request.ByteSize()
+            self._put(request)
+            answer = self._next("answers")
+            self.spent.ahead_received += answer.ByteSize()
+            c = self._key.open(answer.answers.ciphertexts, shape)[:rows]
+            self._rows[layer, matrix].extend(zip(r, c, strict=True))
+            if progress is not None:
+                progress(done + 1, len(self._rows))
+        self.spent.ahead_s += time.perf_counter() - start
+
+    def _sizes(self, matrix: int) -> tuple[int, int]:
+        """Inputs and outputs."""
+        shape = self.plan.shape
+        attended = shape.heads * shape.head
+        return (
+            (shape.d, attended + 2 * shape.groups * shape.head),
+            (attended, shape.d),
+            (shape.d, 2 * shape.inner),
+            (shape.inner, shape.d),
+        )[matrix]
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def forward(self, rows: F64, kept: Sequence[int]) -> tuple[F64, list[int]]:
+        """Hidden states ``[R, d]`` after the last norm, of embedded rows ``[R, d]`` after the cached rows ``kept``.
+
+        Returns:
+            Also the counters of these rows in the cache.
+
+        Raises:
+            RangeError: an activation left the domain of a table; the cache is as before.
+            LimitError: too many rows for a cache.
+        """
+        if not np.isfinite(rows).all() or np.abs(rows).max(initial=0.0) >= _LARGEST:
+            raise RangeError("an embedded row has entries that are no numbers, or too large: nothing was sent")
+        if len(kept) + len(rows) > min(nb.LONGEST, self.plan.shape.positions):
+            raise LimitError(f"{len(kept) + len(rows)} positions: a session of profile two-party has {nb.LONGEST}")
+        parts, counters = [], list(kept)
+        for start in range(0, len(rows), MOST_ROWS):
+            some = rows[start : start + MOST_ROWS]
+            while self.rows_left < len(some):
+                self.provision(BLOCK_ROWS)
+            hidden, new = self._pass(some, counters)
+            parts.append(hidden)
+            counters += new
+        return np.concatenate(parts), counters[len(kept) :]
+
+    def _pass(self, rows: F64, kept: Sequence[int]) -> tuple[F64, list[int]]:
+        start = time.perf_counter()
+        shape, count = self.plan.shape, len(rows)
+        wanted = deal_pb.Pass(number=self._next_pass, rows=count, first_counter=self._next_row, kept=ranges(kept))
+        self._next_pass += 1
+        self._next_row += count
+        new = self._counters.extend(self._cache, wanted, self._dealing.key, shape)
+        source = self._dealing.ask(wanted)
+        self._put(pb.ComputeRequest(forward=wanted))
+        party = Party(Tape(CLIENT, self._dealing.key, wanted.number, source), self)
+        x = np.rint(rows * 2.0**nb.RESIDUAL).astype(np.int64).view(np.uint64)
+        hidden, outside = forward(party, self._model, self, self._cache, new, x)
+        theirs = party.receive(1 + hidden.size)
+        self._add(party.count, time.perf_counter() - start)
+        if int((outside + theirs[:1])[0]):
+            self._cache.crop(len(kept))
+            raise RangeError("an activation left the domain that this profile can compute: no token came of it")
+        words = hidden + theirs[1:].reshape(hidden.shape)
+        return words.view(np.int64) * (2.0**-HIDDEN * shape.d**0.5), self._cache.counters[new.start :]
+
+    def _add(self, count: Count, seconds: float) -> None:
+        spent = self.spent
+        spent.rounds += count.rounds
+        spent.sent += count.sent
+        spent.received += count.received
+        spent.passes += 1
+        spent.pass_s += seconds
+
+    def product(self, party: Party, layer: int, matrix: int, x: U64) -> U64:
+        """See :class:`sordino.shared.twoparty.forward.Linear`. Rows are gone before they mask anything."""
+        rows = self._rows[layer, matrix]
+        used = list(islice(rows, len(x)))
+        for _ in used:
+            rows.popleft()
+        party.send(x - np.stack([r for r, _ in used]))
+        return np.stack([c for _, c in used])
+
+    # -- the stream --------------------------------------------------------------------------------------------------
+
+    def send(self, message: bytes) -> None:
+        """See :class:`sordino.shared.twoparty.party.Link`."""
+        self._put(pb.ComputeRequest(words=message))
+
+    def receive(self) -> bytes:
+        """See :class:`sordino.shared.twoparty.party.Link`."""
+        return self._next("words").words
+
+    def _put(self, request: pb.ComputeRequest) -> None:
+        if self._closed:
+            raise SessionLostError("the session is closed")
+        self._outgoing.put(request)
+
+    def _next(self, kind: str) -> pb.ComputeResponse:
+        answer = next_answer(self._call, self._watchdog)
+        if answer.WhichOneof("kind") != kind:
+            raise IntegrityError(f"the server sent another kind of message where {kind!r} belongs")
+        return answer
+
+    def close(self) -> None:
+        """Ends the session, at the server and at the dealer."""
+        if self._closed or not self._connection.owner.here():
+            return
+        with interrupts:
+            self._closed = True
+            self._outgoing.put(None)
+            self._call.cancel()
+            self._watchdog.close()
+            self._dealing.close()
