@@ -77,18 +77,18 @@ def cost(rows: int, m: int, n: int) -> Cost:
     weights, r, watch, key = matrix(part.out_features, n), random_words((rows, n)), Watch(), WordKey()
     with watch.of("ask"):
         request = key.requests(r, part)
+    with watch.of("read"):
+        answers = Provisioner(key.public).answers(weights, request, part)
     with watch.of("serve"):
-        answer, s = zip(*Provisioner(key.public).answers(weights, request, part), strict=True)
+        answer, s = zip(*answers, strict=True)
     with watch.of("open"):
         c = key.open(answer, part)
     expected = WordMatrix(torch.from_numpy(weights), choose_kernel(CPU)).product(r) + np.concatenate(s, axis=1)[:rows]
     if not np.array_equal(c[:rows], expected):
         raise SystemExit(f"a wrong result for {rows} rows of a matrix [{m}, {n}]")
     scale, took = m / part.out_features, watch.seconds
-    found = Cost(
-        shape.upload_bytes(), shape.download_bytes(), took["ask"] + scale * took["open"], scale * took["serve"]
-    )
-    return found.times(1 / rows)
+    client, server = took["ask"] + scale * took["open"], took["read"] + scale * took["serve"]
+    return Cost(shape.upload_bytes(), shape.download_bytes(), client, server).times(1 / rows)
 
 
 def online() -> float:

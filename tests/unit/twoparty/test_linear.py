@@ -233,6 +233,23 @@ def test_result_is_exact(key: WordKey, rows: int, m: int, n: int) -> None:
     assert len(np.unique(mask)) == mask.size
 
 
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_largest_sums_are_exact(sign: int) -> None:
+    """Residues and weights at their largest, in as many blocks as a row may have: below 2^53, and recombined."""
+    q, shape = PRIMES[0], WordShape(16, 1, 1, 3, 1)
+    c0, c1 = (np.random.default_rng(k).integers(0, q, (N, 3), dtype=np.uint32) for k in range(2))
+    c0[:16] = q - 1
+    low, high = np.split(server._halves64(c0, c1, shape), 2, axis=1)
+    weight = sign * (q // 2) * lwe.MAX_INPUT_BLOCKS
+    sums = np.concatenate([low, high], axis=1) * float(weight)
+    assert np.abs(sums).max() < 1 << 53
+    assert np.abs(sums).max() > 1 << 52
+    out = np.empty((2, N, 3), np.uint32)
+    server._recombine_halves(sums, q, 16, out[0], out[1])
+    for found, c in zip(out, (c0, c1), strict=True):
+        assert (found == (c.astype(object) * weight % q).astype(np.uint32)).all()
+
+
 def test_shares_add_up(key: WordKey) -> None:
     """The protocol of section 3: u = x0 - r is all the client sends online."""
     shape, weights = word_shape(4, 60, 40), matrix(40, 60)
@@ -402,6 +419,9 @@ def test_malformed_messages_are_refused(key: WordKey) -> None:
         word_shape(N + 1, 1, 1)
     with pytest.raises(ValueError, match="at most 8192"):
         WordShape(16, 32, 17, 400, 300)
+    with pytest.raises(ValueError, match="fewer rows"):
+        word_shape(N // 2, 20_000, 1)
+    assert word_shape(N // 2, 10_000, 1).input_blocks <= 1 << 13
 
 
 def test_a_norm_that_is_not_hidden_is_refused() -> None:

@@ -195,7 +195,8 @@ def _halves64(c0: U32, c1: U32, shape: WordShape) -> F64:
     """Both halves of ciphertexts ``[N, input_blocks]`` as ``[points, 2 * rows, input_blocks]``, for exact float64 sums.
 
     With one point a residue below 2^27 meets weights of magnitude up to 2^7. Else it meets residues of magnitude below
-    2^26, and is cut into 14 and 13 bits, ``[points, 4 * rows, input_blocks]``. Sums of 2^13 blocks stay below 2^53.
+    2^26, and is cut into 14 and 13 bits, ``[points, 4 * rows, input_blocks]``. Sums of MAX_INPUT_BLOCKS = 2^13 stay
+    below 2^53.
     """
     parts = 1 if shape.points == 1 else 2
     out = np.empty((shape.points, parts, 2, shape.rows, shape.input_blocks))

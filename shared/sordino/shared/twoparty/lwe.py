@@ -51,6 +51,8 @@ DISTANCE_LOG2: Final = -40
 LIFETIME_LOG2: Final = 44
 # Primes of a switched answer: the fewest whose product exceeds 2^65 times the rounding of N coefficients.
 ANSWER_PRIMES: Final = 3
+# Of a row: products of 27-bit residues, one of them cut in two, add up exactly in float64 for so many.
+MAX_INPUT_BLOCKS: Final = 1 << 13
 # Columns of a message: 3 MB of residues of one half.
 MESSAGE_BLOCKS: Final = 16
 
@@ -344,6 +346,8 @@ class WordShape(BlockShape):
             raise ValueError("a block has at least one row, input and output")
         if self.rows & (self.rows - 1) or self.rows * self.inputs * self.outputs > WORD_PARAMS.n:
             raise ValueError(f"a block has a power of two of rows and at most {WORD_PARAMS.n} coefficients")
+        if self.points > 1 and self.input_blocks > MAX_INPUT_BLOCKS:
+            raise ValueError(f"{self.input_blocks} blocks to a row are over {MAX_INPUT_BLOCKS}: ask for fewer rows")
 
     @property
     def points(self) -> int:
@@ -369,14 +373,15 @@ def word_shape(rows: int, in_features: int, out_features: int) -> WordShape:
     """The packing of the fewest bytes for up to ``rows`` rows.
 
     Raises:
-        ValueError: there are no rows, or more than N.
+        ValueError: there are no rows, more than N, or more than half of N and a very long matrix.
     """
     if not 1 <= rows <= WORD_PARAMS.n:
         raise ValueError(f"a request has 1 to {WORD_PARAMS.n} rows, not {rows}")
     whole = 1 << (rows - 1).bit_length()
     room = WORD_PARAMS.n // whole
     sizes = {min(room, -(-in_features // blocks)) for blocks in range(1, in_features + 1)}
-    shapes = (WordShape(whole, size, room // size, in_features, out_features) for size in sizes)
+    sizes = {size for size in sizes if -(-in_features // size) <= MAX_INPUT_BLOCKS} or sizes
+    shapes = [WordShape(whole, size, room // size, in_features, out_features) for size in sizes]
     return min(shapes, key=lambda shape: shape.upload_bytes() + shape.download_bytes())
 
 
