@@ -261,6 +261,14 @@ def test_shares_add_up(key: WordKey) -> None:
     assert ((y0 + y1).view(np.int64) == x.astype(np.int64) @ weights.T.astype(np.int64)).all()
 
 
+def test_slices_of_outputs_come_in_order(key: WordKey, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_SLICE", lwe.MESSAGE_BLOCKS)
+    shape, weights, r = WordShape(16, 40, 3, 40, 130), matrix(130, 40), words((16, 40))
+    answer, s = answered(key, weights, r, shape)
+    assert shape.output_blocks > 2 * lwe.MESSAGE_BLOCKS
+    assert (key.open(answer, shape) == times(weights, r) + s).all()
+
+
 def test_parallel_is_the_same() -> None:
     key = WordKey(parallel=True)
     shape, weights, r = word_shape(16, 40, 50), matrix(50, 40), words((16, 40))

@@ -25,6 +25,7 @@ from sordino.shared.packing import useful
 from sordino.shared.rlwe import U32, U64, each_prime, intt_of_prime, ntt_of_prime, reduced
 from sordino.shared.twoparty.lwe import (
     LIFETIME_LOG2,
+    MESSAGE_BLOCKS,
     WORD_PARAMS,
     WordParams,
     WordShape,
@@ -50,7 +51,7 @@ I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
 # Output blocks that are multiplied together: what they read of a request is made anew for each such slice.
-_SLICE: Final = 128
+_SLICE: Final = 8 * MESSAGE_BLOCKS
 _LOW_BITS: Final = 14
 # Up to so many rows the loop beats oneDNN's int8 product.
 _FEW: Final = 3
