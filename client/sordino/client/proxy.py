@@ -18,8 +18,8 @@ from typing import Any, Final, Literal
 
 import grpc
 
-from sordino.client.transport import parse_target
 from sordino.proto.v1 import sordino_pb2 as pb
+from sordino.shared.transport import parse_target
 
 Direction = Literal["up", "down"]
 Tamper = Callable[[str, Direction, int, bytes], bytes | Sequence[bytes]]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import queue
-import re
-import ssl
 import threading
 import time
 from collections import deque
@@ -15,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 import grpc
 import numpy as np
@@ -27,7 +24,6 @@ from sordino.client.route import PASSING, MovedError, Route, Target
 from sordino.client.timings import Timings
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import (
-    AuthError,
     HandshakeError,
     IntegrityError,
     LimitError,
@@ -37,7 +33,7 @@ from sordino.shared.errors import (
     TransportError,
 )
 from sordino.shared.manifest import GroupSpec
-from sordino.shared.transport import ENVELOPE_BYTES, channel_options, error_of
+from sordino.shared.transport import authorization, error_of, open_channel, parse_target
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +50,6 @@ class Call(Protocol[T_co]):
     def cancel(self) -> object: ...
 
 
-DEFAULT_PORT: Final = 50551
 _MAX_MESSAGE: Final = 64 << 20
 _QUIET_TRIES: Final = 3  # a stream that breaks and comes back at once is nobody's concern
 _BACKOFF_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -118,10 +113,12 @@ class Connection:
         self.retry_s = retry_s
         self.traffic = Traffic()
         self.timings = Timings()
-        self._metadata = _authorization(token)
+        self._metadata = authorization(token)
         self._closed = threading.Event()
         self._fetched = 0
-        self.route = Route([Target(one, _channel(one, ca)) for one in _split(target)], self._metadata, timeout_s)
+        self.route = Route(
+            [Target(one, open_channel(one, ca, _MAX_MESSAGE)) for one in _split(target)], self._metadata, timeout_s
+        )
         try:
             # The manifest precedes every state, so a server that is just restarting is waited for.
             offer = self.retrying(self.route.open)
@@ -557,43 +554,6 @@ def next_answer(call: Call[T], watchdog: Watchdog) -> T:
         raise error_of(error) from None
 
 
-def _authorization(token: str | None) -> tuple[tuple[str, str], ...]:
-    if token is None:
-        return ()
-    if not token:
-        raise AuthError("the token is empty: pass the one that the provider gave you")
-    if not re.fullmatch("[!-~]+", token):
-        raise AuthError(
-            "the token has a line break, a space or a character outside ASCII: pass it exactly as the provider gave "
-            "it, without the end of its line"
-        )
-    return (("authorization", f"Bearer {token}"),)
-
-
-def parse_target(target: str) -> tuple[str, str, int]:
-    """Scheme, host and port of ``grpcs://host:port``.
-
-    Raises:
-        TransportError: it is not of this form.
-    """
-    try:
-        parts = urlsplit(target)
-        host = parts.hostname or ""
-    except ValueError:  # of brackets that do not match
-        parts, host = urlsplit(""), ""
-    odd = parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None
-    # In another alphabet it is gRPC that would fail, with a text of its own; names have an ASCII form (xn--...).
-    if parts.scheme not in ("grpc", "grpcs") or odd or not re.fullmatch(r"[!-~]+", host):
-        raise TransportError(f"target {target!r} is not of the form grpcs://host:port")
-    try:
-        port = DEFAULT_PORT if parts.port is None else parts.port
-    except ValueError:
-        port = 0
-    if not port:
-        raise TransportError(f"target {target!r}: the port is not a number from 1 to 65535")
-    return parts.scheme, host, port
-
-
 def _split(targets: str) -> list[str]:
     """The targets between commas.
 
@@ -609,37 +569,3 @@ def _split(targets: str) -> list[str]:
             raise RangeError(f"target {name!r} is named twice: name each server once")
         seen[host, port] = name
     return names
-
-
-def _channel(target: str, ca: Path | None) -> grpc.Channel:
-    scheme, host, port = parse_target(target)
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    options: list[tuple[str, int]] = channel_options(_MAX_MESSAGE + ENVELOPE_BYTES)
-    # gRPC by itself waits up to two minutes between attempts to connect, whatever is asked of the channel meanwhile.
-    options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
-    loopback = host in ("localhost", "127.0.0.1", "::1")
-    if loopback:
-        # A proxy of the environment cannot reach this machine's own loopback.
-        options.append(("grpc.enable_http_proxy", 0))
-    # Two connections of one process never share a socket: closing one must not touch the other.
-    options.append(("grpc.use_local_subchannel_pool", 1))
-    if scheme == "grpc":
-        if not loopback:
-            raise TransportError(f"grpc:// (no TLS) is for loopback only; use grpcs:// for {host}")
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(_roots(ca) if ca else None), options=options)
-
-
-def _roots(ca: Path) -> bytes:
-    """The CA file; gRPC would take one without a certificate, and fail at every handshake with another text."""
-    try:
-        roots = ca.read_bytes()
-    except (OSError, ValueError) as error:  # the latter of a name with a NUL
-        why = getattr(error, "strerror", None) or error
-        raise TransportError(f"the CA file {ca} cannot be read: {why}") from None
-    try:
-        # Text beside the certificates may be of any encoding.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=roots.decode("ascii", "ignore"))
-    except (ssl.SSLError, ValueError):
-        raise TransportError("the CA file holds no PEM certificate: pass the ca.pem of the provider") from None
-    return roots

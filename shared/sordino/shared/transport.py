@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import ssl
+from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import grpc
 
 from sordino.shared import errors
-from sordino.shared.errors import SordinoError
+from sordino.shared.errors import AuthError, SordinoError, TransportError
 
+DEFAULT_PORT: Final = 50551
 DEFAULT_MAX_MESSAGE_BYTES: Final = 8 << 20
 MIN_MESSAGE_BYTES: Final = 64 << 10  # below it a product takes hundreds of thousands of messages
 # Room for the fields around a payload of the largest size.
@@ -104,3 +109,86 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
         ("grpc.http2.max_pings_without_data", 0),
     ]
+
+
+def authorization(token: str | None) -> tuple[tuple[str, str], ...]:
+    """Metadata of calls under a token, none under none.
+
+    Raises:
+        AuthError: no server could know it.
+    """
+    if token is None:
+        return ()
+    if not token:
+        raise AuthError("the token is empty: pass the one that the provider gave you")
+    if not re.fullmatch("[!-~]+", token):
+        raise AuthError(
+            "the token has a line break, a space or a character outside ASCII: pass it exactly as the provider gave "
+            "it, without the end of its line"
+        )
+    return (("authorization", f"Bearer {token}"),)
+
+
+def parse_target(target: str, default_port: int = DEFAULT_PORT) -> tuple[str, str, int]:
+    """Scheme, host and port of ``grpcs://host:port``.
+
+    Raises:
+        TransportError: it is not of this form.
+    """
+    try:
+        parts = urlsplit(target)
+        host = parts.hostname or ""
+    except ValueError:  # of brackets that do not match
+        parts, host = urlsplit(""), ""
+    odd = parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None
+    # In another alphabet it is gRPC that would fail, with a text of its own; names have an ASCII form (xn--...).
+    if parts.scheme not in ("grpc", "grpcs") or odd or not re.fullmatch(r"[!-~]+", host):
+        raise TransportError(f"target {target!r} is not of the form grpcs://host:port")
+    try:
+        port = default_port if parts.port is None else parts.port
+    except ValueError:
+        port = 0
+    if not port:
+        raise TransportError(f"target {target!r}: the port is not a number from 1 to 65535")
+    return parts.scheme, host, port
+
+
+def open_channel(
+    target: str, ca: Path | None, max_message_bytes: int, default_port: int = DEFAULT_PORT
+) -> grpc.Channel:
+    """To one target, as :func:`parse_target` takes it; ca None trusts the authorities that everybody knows.
+
+    Raises:
+        TransportError: the target is malformed, or without TLS and not on loopback; or the CA file is no good.
+    """
+    scheme, host, port = parse_target(target, default_port)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    options: list[tuple[str, int]] = channel_options(max_message_bytes + ENVELOPE_BYTES)
+    # gRPC by itself waits up to two minutes between attempts to connect, whatever is asked of the channel meanwhile.
+    options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
+    loopback = host in ("localhost", "127.0.0.1", "::1")
+    if loopback:
+        # A proxy of the environment cannot reach this machine's own loopback.
+        options.append(("grpc.enable_http_proxy", 0))
+    # Two connections of one process never share a socket: closing one must not touch the other.
+    options.append(("grpc.use_local_subchannel_pool", 1))
+    if scheme == "grpc":
+        if not loopback:
+            raise TransportError(f"grpc:// (no TLS) is for loopback only; use grpcs:// for {host}")
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(_roots(ca) if ca else None), options=options)
+
+
+def _roots(ca: Path) -> bytes:
+    """The CA file; gRPC would take one without a certificate, and fail at every handshake with another text."""
+    try:
+        roots = ca.read_bytes()
+    except (OSError, ValueError) as error:  # the latter of a name with a NUL
+        why = getattr(error, "strerror", None) or error
+        raise TransportError(f"the CA file {ca} cannot be read: {why}") from None
+    try:
+        # Text beside the certificates may be of any encoding.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=roots.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError):
+        raise TransportError("the CA file holds no PEM certificate: pass the ca.pem of the provider") from None
+    return roots
