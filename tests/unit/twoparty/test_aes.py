@@ -73,6 +73,10 @@ def test_a_loop_is_the_same_compiled_and_not(monkeypatch: pytest.MonkeyPatch) ->
     np.testing.assert_array_equal(*results)
 
 
+def test_the_instructions_are_used_where_they_are() -> None:
+    assert aes.chosen().compiled == (aes._LANES > 0)
+
+
 def test_a_kernel_that_is_wrong_is_found() -> None:
     class Wrong(aes.LibraryHash):
         def __call__(self, nodes: aes.U64, size: int, first: int, count: int, out: aes.U64) -> None:

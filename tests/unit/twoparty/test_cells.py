@@ -75,6 +75,15 @@ def test_error_over_the_whole_domain(domain: Domain) -> None:
     assert np.abs(made / exact(x, domain) - 1).max() < BOUND[domain.function]
 
 
+@pytest.mark.parametrize("domain", [Domain("rsqrt", 25, 61, 28, 40), Domain("reciprocal", 31, 44, 33, 25)], ids=name)
+def test_error_in_units_when_there_are_few_fraction_bits(domain: Domain) -> None:
+    """Where f is small, the rounding of its quadratic term counts: 1023^2 / 8 halves of a unit, not 1023^2."""
+    x = over(domain, 1500)
+    made, expected = revealed(x, domain)[0], exact(x, domain)
+    units = np.abs(made - expected) - BOUND[domain.function] * expected
+    assert 2.0**12 < units.max() * 2.0**domain.result_fraction < 2.0**17
+
+
 @pytest.mark.parametrize("domain", DOMAINS, ids=name)
 def test_beyond_the_domain(domain: Domain) -> None:
     low, high = 1 << domain.lo, 1 << domain.hi
@@ -120,6 +129,31 @@ def test_cells_partition_the_domain(domain: Domain) -> None:
     assert levels.max() <= domain.last_level
     for level in range(1, domain.last_level + 1):
         assert np.bincount(wires[levels == level].astype(np.int64), minlength=n).max() <= cells._CELLS
+
+
+@pytest.mark.parametrize("domain", [*DOMAINS, Domain("rsqrt", 8, 20, 0, 60)], ids=name)
+def test_payload_is_that_of_the_one_cell_with_the_mask(domain: Domain) -> None:
+    """(1, rho, rho^2) at the cell whose prefix is the mask's, zeros at all others; rho may end with the mask."""
+    x = over(domain, 60)
+    n = len(x)
+    r, r0, r1 = words(n), words(n, 2), words(n, 2)
+    corrections = prefix_points(r, domain.first_level, domain.last_level, r0, r1)
+    payloads = []
+    for party, root in enumerate((r0, r1)):
+        tree = CellTree(corrections, root, party, domain)
+        blocks, places, made = tree.cells(x + r, slice(0, n))
+        wires, levels = places[:, 2].astype(np.int64), places[:, 1].astype(np.int64)
+        correction = tree.leaf[wires, levels - domain.first_level] * (blocks[:, :1] & np.uint64(1))
+        payloads.append(made.transpose(1, 0, 2).reshape(-1, 4)[:, :3] + correction)
+    payload = payloads[0] - payloads[1]
+    for wire in range(n):
+        mine = np.flatnonzero(wires == wire)
+        (holder,) = mine[payload[mine, 0] != 0]
+        assert not payload[mine[mine != holder]].any()
+        level, mask = int(levels[holder]), int(r[wire])
+        assert (int(x[wire]) + mask - int(places[holder, 0])) % 2**64 >> (64 - level) == mask >> (64 - level)
+        rho = (mask << level) % 2**64 >> 54
+        assert payload[holder].tolist() == [1, rho, rho * rho]
 
 
 def test_every_mask_bit_is_used() -> None:
@@ -184,6 +218,7 @@ def test_sizes_are_checked() -> None:
     domain = DOMAINS[0]
     r, r0, r1 = words(3), words(3, 2), words(3, 2)
     corrections = prefix_points(r, domain.first_level, domain.last_level, r0, r1)
+    assert corrections.shape == (3, domain.width)
     with pytest.raises(ProtocolError, match="corrections of shape"):
         evaluate(corrections[:, :-8], r0, 0, r, domain)
     with pytest.raises(ProtocolError, match="for 3 roots"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from typing import Any
 
@@ -240,6 +241,19 @@ def test_a_changed_correction_breaks_the_result() -> None:
     expected[11] = 7
     wrong = np.any(expected != np.array(outputs).T, axis=1)
     assert wrong.all(), f"bits of the key that do nothing: {[used[i] for i in np.flatnonzero(~wrong)]}"
+
+
+def test_keys_for_fixed_roots() -> None:
+    """Dealer and parties may be of two versions: a change here is a change of the protocol."""
+    numbers = np.arange(64, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    r0, r1 = numbers[:32].reshape(16, 2), numbers[32:].reshape(16, 2)
+    alpha = np.arange(16, dtype=np.uint64) * np.uint64(31)
+    bits, sign = bit_points(alpha, 10, r0, r1)
+    words_, units = word_points(alpha, 9, r0, r1, numbers[:16]), unit_points(alpha, 9, r0, r1, np.uint8)
+    prefixes = prefix_points(numbers[:16], 7, 44, r0, r1)
+    assert [k.shape[1] for k in (bits, words_, units, prefixes)] == [65, 145, 97, 1622]
+    made = b"".join(k.tobytes() for k in (bits, sign.astype("<i8"), words_, units, prefixes))
+    assert hashlib.sha256(made).hexdigest() == "175cf51bb15a342b6e0b15376fadcbd2229a61b6d7a82bd9827738de5c192bf1"
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------

@@ -18,13 +18,11 @@ from numpy.typing import NDArray
 from sordino.shared.errors import ProtocolError, RangeError
 from sordino.shared.jit import compiled
 from sordino.shared.twoparty.aes import CHILDREN, LEAVES, hash_into, in_loops
-from sordino.shared.twoparty.points import U8, U64, root_nodes, unpack
+from sordino.shared.twoparty.points import U8, U64, root_nodes, unpack, width
 
 I64 = NDArray[np.int64]
 
-_WORD_BYTES: Final = 8
 PAYLOAD_BYTES: Final = 24  # of a level
-_PAYLOAD: Final = 3
 # Of a wire and level at most: nodes that are split (their lower ends are from -1 to 16 widths), and cells (16 to 34).
 _SPLIT: Final = 18
 _CELLS: Final = 19
@@ -74,6 +72,16 @@ class Domain:
     def last_level(self) -> int:
         """Every node of it that touches the domain is a cell: 17 widths are at most 2^lo."""
         return 69 - self.lo
+
+    @property
+    def levels(self) -> int:
+        """How many levels have a payload."""
+        return self.last_level - self.first_level + 1
+
+    @property
+    def width(self) -> int:
+        """Bytes of corrections for a wire."""
+        return width(self.last_level, PAYLOAD_BYTES * self.levels)
 
 
 @compiled
@@ -233,17 +241,17 @@ class CellTree:
     """
 
     def __init__(self, corrections: U8, roots: U64, party: int, domain: Domain) -> None:
-        self._domain, self.levels = domain, domain.last_level - domain.first_level + 1
-        leaf_bytes = _WORD_BYTES * _PAYLOAD * self.levels
+        self._domain = domain
+        leaf_bytes = PAYLOAD_BYTES * domain.levels
         self._left, self._right, leaf = unpack(corrections, len(roots), domain.last_level, leaf_bytes)
-        self.leaf = leaf.reshape(len(roots), self.levels, _PAYLOAD)
+        self.leaf = leaf.reshape(len(roots), domain.levels, 3)
         self._roots = root_nodes(roots, party)
 
     def cells(self, opened: U64, part: slice) -> tuple[U64, U64, U64]:
         """Of the wires of ``part``: cells ``[m, 2]``, their places ``[m, 3]`` (largest x, level, wire), and hashes."""
         wires = len(opened[part])
         room = np.empty((6, wires * _SPLIT, 2), np.uint64)
-        cells = np.empty((wires * _CELLS * self.levels, 2), np.uint64)
+        cells = np.empty((wires * _CELLS * self._domain.levels, 2), np.uint64)
         places = np.empty((len(cells), 3), np.uint64)
         corrected = self._left[part], self._right[part], self._roots[part]
         ends = self._domain.lo, self._domain.hi
