@@ -36,7 +36,7 @@ U64 = NDArray[np.uint64]
 
 SEED_BYTES: Final = 32
 # Homomorphic Encryption Standard (Albrecht et al., ePrint 2019/939), Table 1, ternary secret, 128-bit classical.
-_MAX_LOG_Q: Final = {1024: 27, 2048: 54, 4096: 109, 8192: 218}
+MAX_LOG_Q: Final = {1024: 27, 2048: 54, 4096: 109, 8192: 218}
 # Probability that one coefficient decodes wrongly: 2^-64 for a token whose products have up to 2^24 coefficients
 # (SmolLM2-135M: 2^17.3; a 70B model: 2^22.7). The norm bounds are made for it.
 FAILURE_LOG2: Final = -64 - 24
@@ -64,16 +64,16 @@ class RlweParams:
     eta: int
 
     def __post_init__(self) -> None:
-        if self.n not in _MAX_LOG_Q:
+        if self.n not in MAX_LOG_Q:
             raise ValueError(f"no row of the security standard for ring degree {self.n}")
         for q in self.primes:
-            if not _is_prime(q) or q % (2 * self.n) != 1 or not 1 << 26 < q < 1 << 27:
+            if not is_prime(q) or q % (2 * self.n) != 1 or not 1 << 26 < q < 1 << 27:
                 raise ValueError(f"{q} is not a 27-bit prime = 1 mod {2 * self.n}")
         if len(self.primes) not in (2, 3) or len(set(self.primes)) != len(self.primes):
             raise ValueError("there are two or three primes, all different")
-        if math.log2(self.q) > _MAX_LOG_Q[self.n]:
+        if math.log2(self.q) > MAX_LOG_Q[self.n]:
             raise ValueError(
-                f"log2 q = {math.log2(self.q):.2f} is over {_MAX_LOG_Q[self.n]}: below 128 bits of security"
+                f"log2 q = {math.log2(self.q):.2f} is over {MAX_LOG_Q[self.n]}: below 128 bits of security"
             )
         if self.eta < 21:
             raise ValueError("error below the standard's deviation of 3.2")
@@ -110,7 +110,7 @@ class RlweParams:
             raise RangeError(f"group {name!r}: a norm of {norm:.0f} is over the noise bound {self.max_norm(bits):.0f}")
 
 
-def _is_prime(q: int) -> bool:
+def is_prime(q: int) -> bool:
     return q > 1 and all(q % d for d in range(2, math.isqrt(q) + 1))
 
 

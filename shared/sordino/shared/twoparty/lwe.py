@@ -28,13 +28,13 @@ from sordino.shared.errors import ProtocolError, RangeError
 from sordino.shared.jit import compiled
 from sordino.shared.packing import BlockShape, useful
 from sordino.shared.rlwe import (
-    _MAX_LOG_Q,
+    MAX_LOG_Q,
     SEED_BYTES,
     U8,
     U32,
     U64,
     RlweParams,
-    _is_prime,
+    is_prime,
     expand_uniform,
     pack,
     packed_bytes,
@@ -68,17 +68,17 @@ class WordParams(RlweParams):
     flood_bits: int
 
     def __post_init__(self) -> None:
-        if self.n not in _MAX_LOG_Q:
+        if self.n not in MAX_LOG_Q:
             raise ValueError(f"no row of the security standard for ring degree {self.n}")
         for q in self.primes:
             # Transforms of 13 stages leave values below 27 q in 32 bits, and reduce them by one product with 32.
-            if not _is_prime(q) or q % (2 * self.n) != 1 or not (1 << 32) // 33 < q < 1 << 27:
+            if not is_prime(q) or q % (2 * self.n) != 1 or not (1 << 32) // 33 < q < 1 << 27:
                 raise ValueError(f"{q} is not a prime = 1 mod {2 * self.n} just below 2^27")
         if len(set(self.primes)) != len(self.primes):
             raise ValueError("a prime occurs twice")
-        if math.log2(self.q) > _MAX_LOG_Q[self.n]:
+        if math.log2(self.q) > MAX_LOG_Q[self.n]:
             raise ValueError(
-                f"log2 q = {math.log2(self.q):.2f} is over {_MAX_LOG_Q[self.n]}: below 128 bits of security"
+                f"log2 q = {math.log2(self.q):.2f} is over {MAX_LOG_Q[self.n]}: below 128 bits of security"
             )
         if self.eta != 21:
             raise ValueError("errors are drawn with eta = 21, the standard's deviation")
