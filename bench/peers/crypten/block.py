@@ -13,6 +13,7 @@ repetition has two parts, *ahead* and *online*; ``ms_p50``, ``bytes`` and ``roun
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import statistics
@@ -311,8 +312,10 @@ def measure(case: Case, repeats: int, on_turn: Callable[[int, int], None]) -> di
         on_turn: told how many of how many passes are done.
 
     Raises:
-        SordinoError: a process ended early, or the two parties counted differently.
+        SordinoError: CrypTen is not installed, a process ended early, or the two parties counted differently.
     """
+    if importlib.util.find_spec("crypten") is None:
+        raise SordinoError("CrypTen is not installed: run pip install -c constraints.txt --no-deps crypten omegaconf")
     processes = torch.multiprocessing.get_context("spawn")
     inputs = [*case.matrices, case.row, case.keys, case.values]
     turns = 1 + repeats  # the first finds caches cold

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch.distributed import ReduceOp
 
 from peers.crypten.channel import Link
-from sordino.shared.errors import ProtocolError, SordinoError
+from sordino.shared.errors import ProtocolError
 
 I64 = NDArray[np.int64]
 _ABSENT: Final = ("onnx", "onnx.numpy_helper", "torch.onnx.symbolic_registry")
@@ -37,8 +37,6 @@ def _import() -> ModuleType:
             setattr(sys.modules[parent], child, sys.modules[name])
     try:
         return importlib.import_module("crypten")
-    except ImportError as error:
-        raise SordinoError(f"CrypTen cannot be imported ({error}): see bench/peers/crypten/README.md") from error
     finally:
         for name in _ABSENT:
             del sys.modules[name]
@@ -87,7 +85,10 @@ class GrpcCommunicator(crypten.communicator.Communicator):  # type: ignore[misc]
         return _Done()
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
-        self.isend(tensor, src) if self._rank == src else self.irecv(tensor, src)
+        if self._rank == src:
+            self.isend(tensor, src)
+        else:
+            self.irecv(tensor, src)
         return tensor
 
     def all_reduce(self, input: Any, op: ReduceOp.RedOpType = ReduceOp.SUM, batched: bool = False) -> Any:
