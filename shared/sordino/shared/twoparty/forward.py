@@ -100,23 +100,26 @@ class LayerSteps:
     def of(cls, shape: Shape, sizes: Sizes, rows: int, kept: int) -> LayerSteps:
         attention = (rows, shape.heads, shape.groups, shape.head, kept)
         square = TruncSquare(rows, shape.d, nb.SUM)
-        root = root_mean_square(shape, rows)
+        root = inverse_norm(shape, rows)
+        cut = root.domain.result_fraction - nb.ROOT
         qkv = (shape.heads + 2 * shape.groups) * shape.head
         return cls(
             square=square,
             root=root,
-            normed=TruncMul(rows, qkv, nb.CUT_OUT, nb.CUT_ROOT),
+            normed=TruncMul(rows, qkv, nb.CUT_OUT, cut),
             turned=Trunc(rows * qkv, nb.CUT_TURNED),
             dot=Dot(*attention),
             highest=Highest(rows * shape.heads, kept, sizes.score_bits, nb.SCORE_CELL, -48, 96),
             exp=Exp(rows * shape.heads * kept, sizes.score_bits + 2, nb.SCORE),
-            total=Curve(rows * shape.heads, Domain("reciprocal", nb.EXP - 6, nb.EXP + 11, nb.EXP, nb.TOTAL)),
+            total=Curve(
+                rows * shape.heads, Domain("reciprocal", nb.EXP - 6, nb.EXP + 11, nb.EXP, nb.TOTAL + nb.CUT_TOTAL)
+            ),
             mix=Mix(*attention),
             attended=TruncMul(rows * shape.heads, shape.head, nb.EXP + sizes.value - nb.MIXED, nb.CUT_TOTAL),
             cut=Trunc(rows * shape.heads * shape.head, nb.CUT_ATTENDED),
             square2=square,
             root2=root,
-            normed2=TruncMul(rows, 2 * shape.inner, nb.CUT_OUT, nb.CUT_ROOT),
+            normed2=TruncMul(rows, 2 * shape.inner, nb.CUT_OUT, cut),
             gated=Gated(rows * shape.inner, nb.GATE_BITS, nb.GATE_CELL, sizes.gate_cell, sizes.cut_up),
             cut2=Trunc(rows * shape.inner, nb.CUT_GATED),
         )
@@ -125,10 +128,11 @@ class LayerSteps:
         return iter([getattr(self, name) for name in self.__slots__])
 
 
-def root_mean_square(shape: Shape, rows: int) -> Curve:
-    """1 / sqrt of sums of squares, to which d * eps has been added."""
+def inverse_norm(shape: Shape, rows: int) -> Curve:
+    """1 / sqrt of sums of squares, to which d * eps has been added, with as many fraction bits as there is room for."""
     least = math.floor(math.log2(shape.d * shape.eps)) + 2 * nb.RESIDUAL
-    return Curve(rows, Domain("rsqrt", least, 61, 2 * nb.RESIDUAL, nb.ROOT))
+    bits = math.floor(61.8 + least / 2) - nb.RESIDUAL
+    return Curve(rows, Domain("rsqrt", least, 61, 2 * nb.RESIDUAL, bits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +145,16 @@ class LastSteps:
 
     @classmethod
     def of(cls, shape: Shape, rows: int) -> LastSteps:
-        return cls(
-            TruncSquare(rows, shape.d, nb.SUM), root_mean_square(shape, rows), TruncMul(rows, shape.d, 10, nb.CUT_ROOT)
-        )
+        root = inverse_norm(shape, rows)
+        cut = root.domain.result_fraction - nb.ROOT
+        return cls(TruncSquare(rows, shape.d, nb.SUM), root, TruncMul(rows, shape.d, 10, cut))
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self.square, self.root, self.normed])
 
 
 # Fraction bits of the hidden states that come out, which are to be multiplied by the root of d.
-HIDDEN: Final = nb.RESIDUAL + nb.NORM - 10 + nb.ROOT - nb.CUT_ROOT
+HIDDEN: Final = nb.RESIDUAL + nb.NORM - 10 + nb.ROOT
 
 
 @dataclass(slots=True)
