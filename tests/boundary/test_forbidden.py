@@ -36,6 +36,9 @@ IN_PLACE_RANDOM = {
 }
 GRPC_FILES = (
     "shared/sordino/shared/transport*",
+    "shared/sordino/shared/twoparty/source.py",  # a stream of the dealer
+    "dealer/sordino/dealer/service.py",
+    "dealer/sordino/dealer/app.py",
     "server/sordino/server/service*.py",
     "server/sordino/server/app*.py",
     "server/sordino/server/calls.py",  # interceptors

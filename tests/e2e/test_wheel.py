@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SITE = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-SERVER_ONLY = ("grpcio-health-checking", "grpcio-reflection")
+SERVICES_ONLY = ("grpcio-health-checking", "grpcio-reflection")
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +71,17 @@ def test_metadata(wheel: Path) -> None:
     for line in (
         "sordino = sordino.shared.cli:main",
         "client = sordino.client.cli:add",
+        "dealer = sordino.dealer.cli:add",
         "server = sordino.server.cli:add",
     ):
         assert line in entry
     requirements = metadata.get_all("Requires-Dist") or []
-    for package in SERVER_ONLY:
-        assert all("extra == 'server'" in text for text in requirements if text.startswith(package))
+    for package in SERVICES_ONLY:
+        texts = [text for text in requirements if text.startswith(package)]
+        assert all("extra == 'server'" in text or "extra == 'dealer'" in text for text in texts)
     assert set(metadata.get_all("Provides-Extra") or []) == {
         "client",
+        "dealer",
         "gateway",
         "guides",
         "peers",
@@ -142,7 +145,7 @@ def test_fresh_install_serves_and_generates(wheel: Path, tmp_path: Path) -> None
     run(provider, "-m", "pip", "install", "-q", "-c", constraints, f"{wheel}[server,split]", cwd=tmp_path)
     run(user, "-m", "pip", "install", "-q", "-c", constraints, f"{wheel}[client]", cwd=tmp_path)
     installed = run(user, "-m", "pip", "list", "--format=freeze", cwd=tmp_path)
-    assert not [line for line in installed.splitlines() if line.split("==")[0] in SERVER_ONLY[:2]]
+    assert not [line for line in installed.splitlines() if line.split("==")[0] in SERVICES_ONLY]
 
     run(provider.with_name("sordino"), "split", model, "bundle", cwd=tmp_path)
     with (tmp_path / "server.log").open("wb") as log:

@@ -58,7 +58,7 @@ def build() -> typer.Typer:
 _EXTRAS: Final = {
     "fastapi": "gateway",
     "gguf": "split",
-    "grpc_health": "server",
+    "grpc_health": "dealer or server",
     "grpc_reflection": "server",
     "platformdirs": "client",
     "prometheus_client": "server",

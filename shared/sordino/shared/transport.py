@@ -19,6 +19,7 @@ MIN_MESSAGE_BYTES: Final = 64 << 10  # below it a product takes hundreds of thou
 # Room for the fields around a payload of the largest size.
 ENVELOPE_BYTES: Final = 4096
 ERROR_KEY: Final = "sordino-error"
+OPENED_KEY: Final = "sordino-opened"  # before the first answer of a stream of the dealer's
 BUNDLE_CHUNK_BYTES: Final = 1 << 20
 
 _CODES: Final[dict[type[SordinoError], grpc.StatusCode]] = {

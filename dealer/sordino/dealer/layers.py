@@ -1,0 +1,122 @@
+"""The material of one pass, layer after layer: how much it is, and the making of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sordino.dealer.deal import deal, deal_dot, deal_mix
+from sordino.dealer.press import Press
+from sordino.shared.twoparty.cells import PAYLOAD_BYTES
+from sordino.shared.twoparty.forward import LastSteps, LayerSteps
+from sordino.shared.twoparty.numbers import Plan, Shape
+from sordino.shared.twoparty.points import BIT_LEAVES, BYTE_LEAVES, PAIR_LEAVES, WORD_LEAVES, width
+from sordino.shared.twoparty.steps import Dot, Mix, Trunc, TruncMul, TruncSquare
+from sordino.shared.twoparty.tables import Curve, Exp, Gated, Highest, ring
+from sordino.shared.twoparty.tape import append_masks
+
+U64 = NDArray[np.uint64]
+
+
+def steps_of(plan: Plan, layer: int, rows: int, kept: int) -> Iterable[Any]:
+    """Of a layer, in order; those after the last one have the next number. kept: with the rows of this pass."""
+    if layer == plan.shape.layers:
+        return LastSteps.of(plan.shape, rows)
+    return LayerSteps.of(plan.shape, plan.sizes[layer], rows, kept)
+
+
+def size(step: Any) -> tuple[int, int]:
+    """Bytes of corrections of point functions, and of the server's corrections, that a step takes."""
+    match step:
+        case Trunc(n=n):
+            return 0, 16 * n
+        case TruncSquare(rows=rows, d=d):
+            return 0, 32 * rows * d
+        case TruncMul(n=n, m=m):
+            return 0, 48 * n * m + 16 * n
+        case Dot(rows=rows, heads=heads, kept=kept):
+            return 0, 8 * rows * heads * kept
+        case Mix(rows=rows, heads=heads, k=k):
+            return 0, 8 * rows * heads * k
+        case Curve(n=n, domain=domain):
+            levels = domain.last_level - domain.first_level + 1
+            return n * width(domain.last_level, PAYLOAD_BYTES * levels), 0
+        case Highest(lines=lines, length=length, bits=bits, thresholds=thresholds):
+            ring_bits = 8 * np.dtype(ring(length)).itemsize
+            lanes = BYTE_LEAVES if ring_bits == 8 else PAIR_LEAVES
+            return lines * length * width(bits - lanes) + thresholds * width(ring_bits - WORD_LEAVES), 0
+        case Exp(n=n, bits=bits):
+            return n * width(bits - WORD_LEAVES), 0
+        case Gated(n=n, bits=bits):
+            return n * width(bits - BIT_LEAVES), 8 * 26 * n
+    raise TypeError(f"nobody knows how much {type(step).__name__} takes")
+
+
+def layer_bytes(plan: Plan, layer: int, rows: int, kept: int) -> int:
+    """Of both kinds together."""
+    return sum(sum(size(step)) for step in steps_of(plan, layer, rows, kept))
+
+
+def row_masks(keys: tuple[bytes, bytes], counter: int, shape: Shape) -> U64:
+    """Of a row of the cache, ``[2, layers, groups, head]``: of its keys and values."""
+    first, second = (append_masks(key, [counter], 2, shape.layers, shape.groups, shape.head)[0] for key in keys)
+    masks: U64 = first + second
+    return masks
+
+
+class PassMaker:
+    """Makes the layers of one pass, each once and in their order.
+
+    Args:
+        counters: of all rows that the cache has after the pass, of which the last ``rows`` are new.
+        known: masks of rows that need not be made again.
+
+    Attributes:
+        masks: of all rows, once the first layer is made; empty again after the last.
+    """
+
+    def __init__(
+        self,
+        keys: tuple[bytes, bytes],
+        plan: Plan,
+        number: int,
+        rows: int,
+        counters: Sequence[int],
+        known: Mapping[int, U64],
+    ) -> None:
+        self.masks = dict(known)
+        self._keys, self._plan, self._rows, self._counters = keys, plan, rows, counters
+        self._press = Press(keys, number)
+        self._layer = 0
+
+    @property
+    def next_bytes(self) -> int:
+        """What the next layer takes."""
+        return layer_bytes(self._plan, self._layer, self._rows, len(self._counters))
+
+    def make(self) -> tuple[bytes, bytes]:
+        """The next layer's corrections of point functions, and the server's corrections."""
+        shape, layer = self._plan.shape, self._layer
+        if layer == 0:
+            self.masks = {
+                counter: self.masks[counter] if counter in self.masks else row_masks(self._keys, counter, shape)
+                for counter in self._counters
+            }
+        for step in steps_of(self._plan, layer, self._rows, len(self._counters)):
+            if isinstance(step, Dot):
+                deal_dot(step, self._press, self._of(0, layer))
+            elif isinstance(step, Mix):
+                deal_mix(step, self._press, self._of(1, layer))
+            else:
+                deal(step, self._press)
+        self._layer += 1
+        if self._layer > shape.layers:
+            self.masks = {}
+        return self._press.take()
+
+    def _of(self, kind: int, layer: int) -> U64:
+        """``[kept, groups, head]``"""
+        return np.stack([masks[kind, layer] for masks in self.masks.values()])

@@ -1,0 +1,367 @@
+"""Sessions: whose they are, what has been dealt in them, and material that one party has still to fetch.
+
+In memory alone: after a restart no key exists, so nothing can be given out twice. Everything here is called on one
+event loop; material is made in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sordino.dealer.layers import PassMaker
+from sordino.proto.v1 import dealer_pb2 as pb
+from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, SessionLostError, SordinoError
+from sordino.shared.prg import random_key
+from sordino.shared.twoparty.numbers import Plan
+from sordino.shared.twoparty.passes import Counters, counters_of
+from sordino.shared.twoparty.tape import CLIENT, SERVER
+
+U64 = NDArray[np.uint64]
+
+SESSION_BYTES: Final = 16
+_LONGEST_FINGERPRINT: Final = 200
+_POLL_S: Final = 0.02
+_UNKNOWN: Final = (
+    "the dealer does not know this session of yours: it has restarted, or the session ended; begin a new session, "
+    "nothing of the old one can be used again"
+)
+_IDLE: Final = "nobody used the session for too long: begin a new session, nothing of this one can be used again"
+_REPLACED: Final = "the same party has opened another stream of this session"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """
+    Attributes:
+        sessions, sessions_each: at a time; of all clients, and of one.
+        held_bytes, held_bytes_each: material that one party or both have still to fetch; of all sessions, and of one.
+        mask_bytes: masks of rows that stay between passes, of all sessions; others are made anew for each pass.
+        idle_s: a session that nobody uses for so long ends.
+        wait_s: how long a party that is ahead waits for the other to fetch, before it is refused.
+    """
+
+    sessions: int = 256
+    sessions_each: int = 16
+    held_bytes: int = 4 << 30
+    held_bytes_each: int = 512 << 20
+    mask_bytes: int = 1 << 30
+    idle_s: float = 900.0
+    wait_s: float = 30.0
+
+
+class Stream:
+    """A party's open stream. To be made in the task that serves it.
+
+    Attributes:
+        ended: why somebody else has ended it.
+    """
+
+    def __init__(self) -> None:
+        self.ended: SordinoError | None = None
+        self._task = asyncio.current_task()
+
+    def end(self, error: SordinoError) -> None:
+        if self.ended is None and self._task is not None:
+            self.ended = error
+            if self._task is not asyncio.current_task():  # which raises it
+                self._task.cancel()
+
+
+class Dealing:
+    """One pass: its layers as they are made, until both parties have them.
+
+    Attributes:
+        taken: layers that each party has fetched, or will not fetch any more.
+    """
+
+    def __init__(self, wanted: pb.Pass, maker: PassMaker, layers: int) -> None:
+        self.wanted = wanted
+        self.maker = maker
+        self.layers = layers
+        self.taken = [0, 0]
+        self.made: list[tuple[bytes, bytes]] = []
+        self.making: asyncio.Task[None] | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(len(points) + len(corrections) for points, corrections in self.made)
+
+    def took(self, party: int, layers: int) -> None:
+        """A party has the first ``layers``; what both have goes."""
+        self.taken[party] = max(layers, self.taken[party])
+        for at in range(min(*self.taken, len(self.made))):
+            self.made[at] = (b"", b"")
+
+
+class Session:
+    """Of one client and one server.
+
+    Attributes:
+        holders: who began and who joined it, as :func:`sordino.shared.auth.identity_of` gives them.
+        used: when, by the monotonic clock.
+    """
+
+    def __init__(self, holder: str, fingerprint: str, plan: Plan) -> None:
+        self.holders: list[str | None] = [holder, None]
+        self.fingerprint = fingerprint
+        self.plan = plan
+        self.keys = (random_key(), random_key())
+        self.used = time.monotonic()
+        self.streams: list[Stream | None] = [None, None]
+        self.dealings: dict[int, Dealing] = {}
+        self.masks: dict[int, U64] = {}
+        self._fault: SordinoError | None = None
+        self._numbers = Counters()
+        self._asked = [-1, -1]
+        self._rows: list[int] = []
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(dealing.held_bytes for dealing in self.dealings.values())
+
+    @property
+    def mask_bytes(self) -> int:
+        return sum(masks.nbytes for masks in self.masks.values())
+
+    def fail(self, error: SordinoError) -> None:
+        """Nothing more is dealt in it: both parties get this error, now or when they ask."""
+        self._fault = error
+        self.dealings.clear()
+        self.masks.clear()
+        for stream in self.streams:
+            if stream is not None:
+                stream.end(error)
+
+    def check(self) -> None:
+        """
+        Raises:
+            SordinoError: what it has failed of.
+        """
+        if self._fault is not None:
+            raise type(self._fault)(str(self._fault))
+        self.used = time.monotonic()
+
+    def ask(self, party: int, wanted: pb.Pass) -> Dealing:
+        """The pass, for a party that has not asked for it before. Material of earlier ones is not kept for it.
+
+        Raises:
+            ProtocolError: the number, or a row's counter, was used before; rows that the cache does not have; or the
+                other party asked for another pass under this number, which ends the session.
+        """
+        self.check()
+        if wanted.number <= self._asked[party]:
+            raise ProtocolError(
+                f"this party asked for pass {self._asked[party]} already, and now for {wanted.number}: numbers go up, "
+                "and each is dealt once"
+            )
+        dealing = self.dealings.get(wanted.number)
+        if dealing is None:
+            dealing = self._new(wanted)
+        elif differing := _differences(dealing.wanted, wanted):
+            error = ProtocolError(
+                f"the parties ask for different passes under number {wanted.number}: {differing}; the session ends"
+            )
+            self.fail(error)
+            raise error
+        self._asked[party] = wanted.number
+        for number, one in list(self.dealings.items()):
+            if number < wanted.number:
+                self.leave(one, party)
+        return dealing
+
+    def leave(self, dealing: Dealing, party: int) -> None:
+        """A party has all of a pass, or wants no more of it."""
+        dealing.took(party, dealing.layers)
+        if min(dealing.taken) == dealing.layers:
+            self.dealings.pop(dealing.wanted.number, None)
+
+    def _new(self, wanted: pb.Pass) -> Dealing:
+        kept = counters_of(wanted.kept)
+        if self._rows[: len(kept)] != kept:
+            raise ProtocolError(
+                "a pass keeps rows that the cache does not begin with: they were dropped, or never in it"
+            )
+        every = self._numbers.check(wanted)
+        self._rows = every
+        self.masks = {counter: self.masks[counter] for counter in kept if counter in self.masks}
+        maker = PassMaker(self.keys, self.plan, wanted.number, wanted.rows, every, self.masks)
+        dealing = self.dealings[wanted.number] = Dealing(wanted, maker, self.plan.shape.layers + 1)
+        return dealing
+
+
+def _differences(first: pb.Pass, second: pb.Pass) -> str:
+    """In which fields two passes differ."""
+    names = ("rows", "first_counter", "kept")
+    return ", ".join(name for name in names if getattr(first, name) != getattr(second, name))
+
+
+class Sessions:
+    """All sessions of a dealer.
+
+    Args:
+        threads: that make material.
+    """
+
+    def __init__(self, limits: Limits, threads: Executor) -> None:
+        self._limits = limits
+        self._threads = threads
+        self._sessions: dict[bytes, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of material that has still to be fetched."""
+        return sum(session.held_bytes for session in self._sessions.values())
+
+    def begin(self, holder: str, fingerprint: str, plan: bytes) -> tuple[bytes, bytes]:
+        """A new session and the client's key.
+
+        Raises:
+            ProtocolError: the plan or the fingerprint is malformed.
+            LimitError: too many sessions.
+        """
+        checked = Plan.from_json(plan)
+        if not fingerprint or len(fingerprint) > _LONGEST_FINGERPRINT:
+            raise ProtocolError(f"a fingerprint has 1 to {_LONGEST_FINGERPRINT} characters")
+        if len(self._sessions) >= self._limits.sessions:
+            raise LimitError(f"the dealer has its {self._limits.sessions} sessions: try again later")
+        own = sum(session.holders[CLIENT] == holder for session in self._sessions.values())
+        if own >= self._limits.sessions_each:
+            raise LimitError(f"this token has its {self._limits.sessions_each} sessions: one ends when it is not used")
+        name = os.urandom(SESSION_BYTES)
+        session = self._sessions[name] = Session(holder, fingerprint, checked)
+        return name, session.keys[CLIENT]
+
+    def join(self, holder: str, name: bytes, fingerprint: str, plan: bytes) -> bytes:
+        """The server's key.
+
+        Raises:
+            SessionLostError: no such session.
+            FingerprintError, ProtocolError: it is of another model; or somebody has joined it before.
+        """
+        session = self._sessions.get(name)
+        if session is None:
+            raise SessionLostError(_UNKNOWN)
+        session.check()
+        if session.holders[SERVER] is not None:
+            raise ProtocolError("a server has joined this session: a second one cannot")
+        if session.fingerprint != fingerprint:
+            raise FingerprintError("the client began the session for a model of another fingerprint")
+        if session.plan != Plan.from_json(plan):
+            raise ProtocolError("the client began the session with another plan of the model")
+        session.holders[SERVER] = holder
+        return session.keys[SERVER]
+
+    def find(self, holder: str, party: int, name: bytes) -> Session:
+        """
+        Raises:
+            SessionLostError: no such session, or this holder is not that party of it.
+            SordinoError: what it has failed of.
+        """
+        session = self._sessions.get(name)
+        if session is None or session.holders[party] != holder:
+            raise SessionLostError(_UNKNOWN)
+        session.check()
+        return session
+
+    def open(self, session: Session, party: int) -> Stream:
+        """Makes the running task the party's stream, in the place of one that it had."""
+        if (old := session.streams[party]) is not None:
+            old.end(ProtocolError(_REPLACED))
+        stream = session.streams[party] = Stream()
+        return stream
+
+    def close(self, session: Session, party: int, stream: Stream) -> None:
+        if session.streams[party] is stream:
+            session.streams[party] = None
+
+    async def layers(self, session: Session, party: int, wanted: pb.Pass) -> AsyncGenerator[tuple[bytes, bytes], None]:
+        """What the party gets of each layer of a pass: corrections of point functions, and of shares for the server.
+
+        A party that stops before the end gets no more of the pass.
+
+        Raises:
+            ProtocolError: see :meth:`Session.ask`.
+            LimitError: a layer is too large, or there is no room for it while others do not fetch theirs.
+        """
+        dealing = session.ask(party, wanted)
+        try:
+            for at in range(dealing.layers):
+                if at == len(dealing.made):
+                    await self._made(session, dealing, at)
+                points, corrections = dealing.made[at]
+                yield points, corrections if party == SERVER else b""
+                dealing.took(party, at + 1)
+                session.check()
+        finally:
+            session.leave(dealing, party)
+
+    async def _made(self, session: Session, dealing: Dealing, at: int) -> None:
+        """Returns when layer ``at`` is there: one party has it made, and the other may wait for it too."""
+        if dealing.making is None:
+            await self._room(session, dealing, at)
+        if at == len(dealing.made):
+            if dealing.making is None:
+                dealing.making = asyncio.ensure_future(self._make(session, dealing))
+            # A party that goes must not take the layer with it: the keystreams have moved on.
+            await asyncio.shield(dealing.making)
+
+    async def _make(self, session: Session, dealing: Dealing) -> None:
+        loop = asyncio.get_running_loop()
+        made = await loop.run_in_executor(self._threads, dealing.maker.make)
+        dealing.made.append(made)
+        dealing.making = None
+        if session.dealings.get(dealing.wanted.number) is dealing and len(dealing.made) == 1:
+            self._keep_masks(session, dealing.maker.masks)
+
+    async def _room(self, session: Session, dealing: Dealing, at: int) -> None:
+        limits, size = self._limits, dealing.maker.next_bytes
+        if size > min(limits.held_bytes_each, limits.held_bytes):
+            raise LimitError(
+                f"one layer of this pass takes {size >> 20} MiB, and a session may hold "
+                f"{limits.held_bytes_each >> 20} MiB: ask for fewer rows at a time"
+            )
+        until = time.monotonic() + limits.wait_s
+        while (
+            session.held_bytes + size > limits.held_bytes_each or self.held_bytes + size > limits.held_bytes
+        ) and at == len(dealing.made):
+            if time.monotonic() >= until:
+                raise LimitError(
+                    f"the session holds {session.held_bytes >> 20} MiB and the dealer {self.held_bytes >> 20} MiB of "
+                    f"material that a party has not fetched, and there was no room for more in {limits.wait_s:g} s"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    def _keep_masks(self, session: Session, masks: dict[int, U64]) -> None:
+        """As many as there is room for."""
+        room = self._limits.mask_bytes - sum(one.mask_bytes for one in self._sessions.values())
+        for counter, value in masks.items():
+            if counter not in session.masks and (room := room - value.nbytes) >= 0:
+                session.masks[counter] = value
+
+    def tend(self) -> None:
+        """Ends sessions that nobody uses; to be called every now and then."""
+        now = time.monotonic()
+        for name, session in list(self._sessions.items()):
+            if session.used + self._limits.idle_s < now:
+                del self._sessions[name]
+                session.fail(SessionLostError(_IDLE))
+
+    def end_all_but(self, valid: tuple[set[str], set[str]]) -> None:
+        """Ends sessions of tokens that are not among the valid ones, of clients and of servers."""
+        for name, session in list(self._sessions.items()):
+            for party, holder in enumerate(session.holders):
+                if holder is not None and holder not in valid[party]:
+                    self._sessions.pop(name, None)
+                    session.fail(SessionLostError("a token of this session was withdrawn or has expired"))

@@ -1,0 +1,392 @@
+"""The parties' side of the dealer's service: sessions, and material as it comes.
+
+A thread reads the stream ahead of need. A pass of which a part has come is lost when the stream breaks: its number and
+counters were used. Passes that were asked for ahead are asked for again.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from sordino.proto.v1 import dealer_pb2 as pb
+from sordino.proto.v1 import dealer_pb2_grpc as pb_grpc
+from sordino.shared.errors import HandshakeError, ProtocolError, SessionLostError, SordinoError, TransportError
+from sordino.shared.transport import ERROR_KEY, OPENED_KEY, authorization, error_of, open_channel
+from sordino.shared.twoparty.numbers import Plan
+from sordino.shared.twoparty.tape import CLIENT
+
+U64 = NDArray[np.uint64]
+
+DEFAULT_DEALER_PORT: Final = 50552
+_MAX_PART_BYTES: Final = 2 << 20
+_AHEAD_BYTES: Final = 64 << 20  # that are read before they are needed
+_CALL_S: Final = 30.0  # for the short calls
+_RETRY_PAUSE_S: Final = 0.2
+_WORD: Final = 8
+_FINAL: Final = (HandshakeError, SessionLostError)  # of errors of transport: trying again does not help
+
+
+class Dealer:
+    """A connection to a dealer.
+
+    Args:
+        target: ``grpcs://host:port``, or ``grpc://`` on loopback. ca: the dealer's ``ca.pem``; None trusts the
+            authorities that everybody knows. token: a client's or a server's.
+
+    Raises:
+        TransportError, AuthError: target, CA file or token are malformed.
+    """
+
+    def __init__(self, target: str, ca: Path | None, token: str) -> None:
+        self._metadata = authorization(token)
+        self._channel = open_channel(target, ca, _MAX_PART_BYTES, DEFAULT_DEALER_PORT)
+        self._stub = pb_grpc.DealerStub(self._channel)
+
+    def begin(self, fingerprint: str, plan: Plan) -> tuple[bytes, bytes]:
+        """A new session, for a client: its name, which the server needs, and the client's key.
+
+        Raises:
+            SordinoError: the dealer refuses, or cannot be reached.
+        """
+        answer = self._call(self._stub.Begin, pb.BeginRequest(fingerprint=fingerprint, plan=plan.to_json()))
+        return answer.session, answer.key
+
+    def join(self, session: bytes, fingerprint: str, plan: Plan) -> bytes:
+        """The server's key of a session that a client has begun.
+
+        Raises:
+            SordinoError: the dealer refuses, or cannot be reached.
+        """
+        request = pb.JoinRequest(session=session, fingerprint=fingerprint, plan=plan.to_json())
+        key: bytes = self._call(self._stub.Join, request).key
+        return key
+
+    def stream(self, session: bytes, party: int, *, retry_s: float = 30.0, silence_s: float = 120.0) -> DealerStream:
+        """Material for one party of a session. See :class:`DealerStream`."""
+        return DealerStream(self, session, party, retry_s=retry_s, silence_s=silence_s)
+
+    def call(self, session: bytes, requests: queue.SimpleQueue[pb.DealRequest | None]) -> Any:
+        """gRPC's call of a new stream, of which nobody knows yet whether it will be accepted."""
+        requests.put(pb.DealRequest(open=session))
+        return self._stub.Deal(_until_none(requests), metadata=self._metadata)
+
+    def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, metadata=self._metadata, timeout=_CALL_S)
+        except grpc.RpcError as error:
+            raise _error(error) from None
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Dealer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _until_none(requests: queue.SimpleQueue[pb.DealRequest | None]) -> Iterator[pb.DealRequest]:
+    while (request := requests.get()) is not None:
+        yield request
+
+
+def _asking(wanted: pb.Pass) -> pb.DealRequest:
+    request = pb.DealRequest()
+    getattr(request, "pass").CopyFrom(wanted)
+    return request
+
+
+def _wait_until_open(call: Any, timeout_s: float) -> None:
+    """
+    Raises:
+        SordinoError: the dealer refuses the session, or cannot be reached.
+    """
+    late = threading.Timer(timeout_s, call.cancel)
+    late.daemon = True
+    late.start()
+    try:
+        # The dealer sends it before any part; a call that is refused comes to an end without.
+        if OPENED_KEY not in dict(call.initial_metadata() or ()):
+            raise _error(call)
+    finally:
+        late.cancel()
+
+
+def _error(call: Any) -> SordinoError:
+    if call.code() is grpc.StatusCode.NOT_FOUND and ERROR_KEY in dict(call.trailing_metadata() or ()):
+        return SessionLostError(call.details() or "")
+    return error_of(call)
+
+
+class _Bytes:
+    """A queue of bytes, put in as they come and taken out in small pieces. One thread puts and one takes."""
+
+    def __init__(self) -> None:
+        self._parts: deque[bytes] = deque()
+        self._now, self._at = b"", 0
+
+    def put(self, part: bytes) -> None:
+        self._parts.append(part)
+
+    def have(self, count: int) -> bool:
+        """Whether so many are there."""
+        have = len(self._now) - self._at
+        return have >= count or have + sum(map(len, self._parts)) >= count
+
+    def take(self, count: int) -> tuple[bytes, int]:
+        """The next ``count``, that :meth:`have` has seen: an object that holds them, and where."""
+        if self._at == len(self._now) and self._parts:
+            self._now, self._at = self._parts.popleft(), 0
+        if self._at + count > len(self._now):
+            pieces, missing = [self._now[self._at :]], count - (len(self._now) - self._at)
+            while missing > 0:
+                self._now, self._at = self._parts.popleft(), 0
+                pieces.append(self._now[:missing])
+                self._at = len(pieces[-1])
+                missing -= self._at
+            return b"".join(pieces), 0
+        self._at += count
+        return self._now, self._at - count
+
+    @property
+    def rest(self) -> int:
+        return len(self._now) - self._at + sum(map(len, self._parts))
+
+
+class PassSource:
+    """Material of one pass, a :class:`sordino.shared.twoparty.tape.Source`: reading waits until it comes.
+
+    Attributes:
+        wanted: the pass. begun: a part has come. sent, again: it was asked for, and on a new stream again.
+    """
+
+    def __init__(self, stream: DealerStream, wanted: pb.Pass) -> None:
+        self.wanted = wanted
+        self.begun = False
+        self.sent = self.again = False
+        self._stream = stream
+        self._points, self._words = _Bytes(), _Bytes()
+        self._complete = False
+
+    def corrections(self, count: int) -> U64:
+        """
+        Raises:
+            ProtocolError: the dealer sent less. TransportError, SordinoError: see :meth:`DealerStream.ask`.
+        """
+        held, at = self._take(self._words, count * _WORD)
+        return np.frombuffer(held, "<u8", count, at).astype(np.uint64, copy=False)
+
+    def points(self, count: int) -> bytes:
+        """As :meth:`corrections`."""
+        held, at = self._take(self._points, count)
+        return held[at : at + count]
+
+    def finish(self) -> None:
+        """To be called when all was read.
+
+        Raises:
+            ProtocolError: the dealer sent more than that.
+        """
+        with self._stream.changed:
+            self._stream.wait(lambda: self._complete)
+        if rest := self._points.rest + self._words.rest:
+            raise ProtocolError(f"the dealer sent {rest} bytes too many for pass {self.wanted.number}")
+
+    def put(self, part: pb.DealResponse, party: int) -> int:
+        """Takes a part in, under the stream's lock; returns its bytes.
+
+        Raises:
+            ProtocolError: it is not the next of this pass, or of another shape.
+        """
+        if part.number != self.wanted.number:
+            raise ProtocolError(f"the dealer sent pass {part.number} where {self.wanted.number} belongs")
+        if len(part.corrections) % _WORD or (part.corrections and party == CLIENT):
+            raise ProtocolError("the dealer sent corrections of a wrong size, or to a client")
+        self.begun = True
+        self._complete = part.last
+        for into, data in ((self._points, part.points), (self._words, part.corrections)):
+            if data:
+                into.put(data)
+        return len(part.points) + len(part.corrections)
+
+    def _take(self, which: _Bytes, size: int) -> tuple[bytes, int]:
+        with self._stream.changed:
+            if not which.have(size):
+                self._stream.wait(lambda: self._complete or which.have(size))
+                if not which.have(size):
+                    raise ProtocolError(f"the dealer sent too little for pass {self.wanted.number}")
+            self._stream.took(size)
+            return which.take(size)
+
+
+class DealerStream:
+    """One party's stream of a session: passes are asked for, and their material read, in order.
+
+    Args:
+        dealer: the connection, which stays the caller's. session: its name. party: ``CLIENT`` or ``SERVER``.
+        retry_s: how long a dealer that is gone is waited for. silence_s: and one that is there and sends nothing.
+
+    Attributes:
+        changed: held whenever something here is looked at or changed.
+    """
+
+    def __init__(self, dealer: Dealer, session: bytes, party: int, *, retry_s: float, silence_s: float) -> None:
+        self.changed = threading.Condition()
+        self._dealer, self._session, self._party = dealer, session, party
+        self._retry_s, self._silence_s = retry_s, silence_s
+        self._asked: deque[PassSource] = deque()
+        self._requests: queue.SimpleQueue[pb.DealRequest | None] = queue.SimpleQueue()
+        self._call: Any = None
+        self._opening: Any = None
+        self._error: SordinoError | None = None
+        self._closed = False
+        self._ahead = 0
+        self._heard = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="dealer stream", daemon=True)
+        self._thread.start()
+
+    def ask(self, wanted: pb.Pass) -> PassSource:
+        """Asks for a pass, ahead of need; returns at once.
+
+        Errors show when the material is read: TransportError (the dealer is gone, or the stream broke in mid-pass: the
+        pass must be asked for anew, under another number and other counters, by both parties), SessionLostError (the
+        dealer does not know the session any more), LimitError, ProtocolError (it refuses the pass). After one of them
+        the stream gives nothing more.
+        """
+        source = PassSource(self, wanted)
+        with self.changed:
+            self._asked.append(source)
+            self._heard = time.monotonic()
+            if self._call is not None:
+                source.sent = True
+                self._requests.put(_asking(wanted))
+        return source
+
+    def wait(self, there: Any) -> None:
+        """Until ``there()``; with ``changed`` held.
+
+        Raises:
+            SordinoError: what the stream has ended of.
+        """
+        since = time.monotonic()
+        while not there():
+            if self._error is not None:
+                raise type(self._error)(str(self._error))
+            if self._closed:
+                raise TransportError("the stream of the dealer is closed")
+            self.changed.wait(timeout=1.0)
+            if time.monotonic() - max(since, self._heard) > self._silence_s + self._retry_s and not there():
+                raise TransportError(f"the dealer has sent nothing for {self._silence_s:.0f} s")
+
+    def took(self, size: int) -> None:
+        """Makes room for more; with ``changed`` held."""
+        self._ahead -= size
+        if self._ahead + size >= _AHEAD_BYTES > self._ahead:
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the stream; what was not read is lost."""
+        with self.changed:
+            self._closed = True
+            self._requests.put(None)
+            self._hang_up()
+            self.changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> DealerStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            while self._connected():
+                try:
+                    for part in self._call:
+                        self._put(part)
+                    raise TransportError("the dealer ended the stream")
+                except grpc.RpcError as error:
+                    failed = _error(error)
+                    if isinstance(failed, ProtocolError) and self._asked and self._asked[0].again:
+                        raise self._broken() from None  # it had begun, and nothing of it came
+                    if not isinstance(failed, TransportError) or isinstance(failed, _FINAL):
+                        raise failed from None
+                except TransportError:  # its end is tried again as any other
+                    continue
+        except SordinoError as error:
+            with self.changed:
+                self._error = error
+                self.changed.notify_all()
+        finally:
+            with self.changed:
+                self._hang_up()
+
+    def _hang_up(self) -> None:
+        for call in (self._call, self._opening):
+            if call is not None:
+                call.cancel()
+        self._requests.put(None)
+
+    def _broken(self) -> TransportError:
+        return TransportError(
+            f"the dealer's stream broke in pass {self._asked[0].wanted.number}: ask for it anew, under another number "
+            "and other counters"
+        )
+
+    def _connected(self) -> bool:
+        """Opens the stream, trying for ``retry_s``; False when it is closed.
+
+        Raises:
+            SordinoError: it cannot be opened, or it broke in mid-pass.
+        """
+        until = time.monotonic() + self._retry_s
+        with self.changed:
+            self._call = None
+            self._requests.put(None)
+        while not self._closed:
+            with self.changed:
+                self._requests = queue.SimpleQueue()
+                self._opening = self._dealer.call(self._session, self._requests)
+            try:
+                _wait_until_open(self._opening, max(1.0, until - time.monotonic()))
+            except TransportError as error:
+                self._requests.put(None)
+                if isinstance(error, _FINAL):
+                    raise
+                if time.monotonic() >= until:
+                    raise TransportError(f"the dealer cannot be reached for {self._retry_s:g} s: {error}") from None
+                time.sleep(_RETRY_PAUSE_S)
+                continue
+            with self.changed:
+                self._call = self._opening
+                if self._asked and self._asked[0].begun:
+                    raise self._broken()
+                for source in self._asked:
+                    source.again, source.sent = source.sent, True
+                    self._requests.put(_asking(source.wanted))
+            return True
+        return False
+
+    def _put(self, part: pb.DealResponse) -> None:
+        with self.changed:
+            while self._ahead >= _AHEAD_BYTES and not self._closed:
+                self.changed.wait()
+            if not self._asked:
+                raise ProtocolError("the dealer sent material that nobody asked for")
+            self._heard = time.monotonic()
+            self._ahead += self._asked[0].put(part, self._party)
+            if part.last:
+                self._asked.popleft()
+            self.changed.notify_all()
