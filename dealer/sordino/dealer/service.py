@@ -72,17 +72,18 @@ class Tokens:
             AuthError: no token, or one that neither file has.
         """
         metadata = context.invocation_metadata()
-        token, refusal = bearer(metadata), AuthError("the token is not known to this dealer")
+        token, refusals = bearer(metadata), list[AuthError]()
         for party, file in enumerate(self.files):
             try:
                 file.verify(token)
             except AuthError as error:
-                refusal = error
+                refusals.append(error)
             except OSError:
                 raise AuthError("the dealer's token file cannot be read: its operator must mend it") from None
             else:
                 return Caller(party, identity_of(metadata), context)
-        raise refusal
+        # One file says the token is unknown; the other may know better, such as that it has expired.
+        raise next((error for error in refusals if "not known" not in str(error)), refusals[0])
 
     def valid(self) -> tuple[set[str], set[str]]:
         """Digests, of clients and of servers.

@@ -1,0 +1,296 @@
+"""``sordino deal`` as a process of its own, over TLS: what each party gets of it, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from sordino.dealer.layers import PassMaker
+from sordino.proto.v1 import dealer_pb2 as pb
+from sordino.proto.v1 import dealer_pb2_grpc as pb_grpc
+from sordino.shared.errors import (
+    AuthError,
+    FingerprintError,
+    HandshakeError,
+    LimitError,
+    ProtocolError,
+    SessionLostError,
+    TransportError,
+)
+from sordino.shared.twoparty.numbers import Plan, Shape, Sizes
+from sordino.shared.twoparty.passes import ranges
+from sordino.shared.twoparty.source import Dealer, PassSource
+from sordino.shared.twoparty.tape import CLIENT, SERVER
+
+SHAPE = Shape(layers=2, d=8, heads=2, groups=1, head=4, inner=8, eps=1e-5, theta=1e4, positions=64)
+SIZES = Sizes(value=14, score_bits=8, gate_cell=0.1, cut_up=30)
+PLAN = Plan(SHAPE, (SIZES,) * 2)
+# Of which a pass takes more than a stream reads ahead.
+LARGE = Plan(
+    Shape(layers=100, d=512, heads=8, groups=2, head=64, inner=1024, eps=1e-5, theta=1e4, positions=64), (SIZES,) * 100
+)
+START_S = 60.0
+
+
+class DealerProcess:
+    """``sordino deal`` with self-made certificates and a token of each kind."""
+
+    def __init__(self, tmp: Path, *arguments: str) -> None:
+        self.tmp, self.state, self.port = tmp, tmp / "state", 0
+        self._arguments = arguments
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> DealerProcess:
+        """On the port that it had, if it had one."""
+        port_file = self.tmp / "port"
+        port_file.unlink(missing_ok=True)
+        command = [str(Path(sys.executable).with_name("sordino")), "deal", "--state", str(self.state)]
+        command += ["--port", str(self.port), "--port-file", str(port_file), "--threads", "1", *self._arguments]
+        with (self.tmp / "log").open("ab") as log:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        deadline = time.monotonic() + START_S
+        while not port_file.exists():
+            assert self.process.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.02)
+        self.port = int(port_file.read_text())
+        return self
+
+    def log(self) -> str:
+        return (self.tmp / "log").read_text()
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
+    def terminate(self) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+    def token(self, party: int) -> str:
+        return (self.state / ("client", "server")[party] / "token").read_text().strip()
+
+    def dealer(self, party: int) -> Dealer:
+        return Dealer(f"grpcs://127.0.0.1:{self.port}", self.state / "ca.pem", self.token(party))
+
+    def __enter__(self) -> DealerProcess:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DealerProcess]:
+    with DealerProcess(tmp_path_factory.mktemp("dealer"), "--max-sessions-each", "64") as running:
+        yield running
+
+
+class Parties:
+    """Both parties' connections, keys and streams of one session."""
+
+    def __init__(self, process: DealerProcess, plan: Plan = PLAN, **options: Any) -> None:
+        self.dealers = [process.dealer(party) for party in (CLIENT, SERVER)]
+        self.session, first = self.dealers[CLIENT].begin("model", plan)
+        self.keys = first, self.dealers[SERVER].join(self.session, "model", plan)
+        self.streams = [self.dealers[party].stream(self.session, party, **options) for party in (CLIENT, SERVER)]
+
+    def __enter__(self) -> Parties:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self.streams:
+            stream.close()
+        for dealer in self.dealers:
+            dealer.close()
+
+
+def wanted(number: int, rows: int, first: int, kept: list[int] | None = None) -> pb.Pass:
+    return pb.Pass(number=number, rows=rows, first_counter=first, kept=ranges(kept or []))
+
+
+def by_hand(keys: tuple[bytes, bytes], plan: Plan, number: int, rows: int, counters: list[int]) -> tuple[bytes, bytes]:
+    maker = PassMaker(keys, plan, number, rows, counters, {})
+    made = [maker.make() for _ in range(plan.shape.layers + 1)]
+    return b"".join(points for points, _ in made), b"".join(corrections for _, corrections in made)
+
+
+def read(source: PassSource, points: int, words: int, piece: int = 7) -> tuple[bytes, bytes]:
+    """All of a pass, in pieces that do not fit its parts."""
+    got_points = [source.points(min(piece * 8, points - at)) for at in range(0, points, piece * 8)]
+    got_words = [source.corrections(min(piece, words - at)).tobytes() for at in range(0, words, piece)]
+    source.finish()
+    return b"".join(got_points), b"".join(got_words)
+
+
+def test_each_party_reads_its_half(process: DealerProcess) -> None:
+    with Parties(process) as both, ThreadPoolExecutor(2) as pool:
+        passes = [(0, 3, 0, []), (1, 1, 3, [0, 1, 2]), (2, 1, 5, [0, 1])]
+        asked = [[stream.ask(wanted(*one)) for one in passes] for stream in both.streams]  # ahead
+        for at, (number, rows, first, kept) in enumerate(passes):
+            points, words = by_hand(both.keys, PLAN, number, rows, [*kept, *range(first, first + rows)])
+            client = pool.submit(read, asked[CLIENT][at], len(points), 0)
+            server = pool.submit(read, asked[SERVER][at], len(points), len(words) // 8, 100_000)
+            assert client.result(60) == (points, b"")
+            assert server.result(60) == (points, words)
+
+
+def test_a_client_gets_no_corrections_and_no_words_of_the_servers(process: DealerProcess) -> None:
+    """By the bytes of its stream, not by our reader of them."""
+    with Parties(process) as both:
+        requests = [pb.DealRequest(open=both.session), pb.DealRequest(**{"pass": wanted(0, 2, 0)})]
+        received: list[list[pb.DealResponse]] = []
+        for party in (CLIENT, SERVER):
+            credentials = grpc.ssl_channel_credentials((process.state / "ca.pem").read_bytes())
+            with grpc.secure_channel(f"127.0.0.1:{process.port}", credentials) as channel:
+                metadata = [("authorization", f"Bearer {process.token(party)}")]
+                received.append(list(pb_grpc.DealerStub(channel).Deal(iter(requests), metadata=metadata, timeout=60)))
+        assert all(not part.corrections for part in received[CLIENT])
+        assert [part.last for part in received[CLIENT]].count(True) == 1
+        points = [b"".join(part.points for part in parts) for parts in received]
+        words = b"".join(part.corrections for part in received[SERVER])
+        assert points[CLIENT] == points[SERVER]
+        assert (points[SERVER], words) == by_hand(both.keys, PLAN, 0, 2, [0, 1])
+
+
+def test_roles_and_strangers(process: DealerProcess) -> None:
+    with process.dealer(CLIENT) as client, process.dealer(SERVER) as server:
+        with pytest.raises(AuthError, match="for a client, the token is a server's"):
+            server.begin("model", PLAN)
+        session, _ = client.begin("model", PLAN)
+        with pytest.raises(AuthError, match="for a server, the token is a client's"):
+            client.join(session, "model", PLAN)
+        with pytest.raises(FingerprintError):
+            server.join(session, "another", PLAN)
+        with pytest.raises(ProtocolError, match="another plan"):
+            server.join(session, "model", LARGE)
+        server.join(session, "model", PLAN)
+        with pytest.raises(ProtocolError, match="second one cannot"):
+            server.join(session, "model", PLAN)
+        for dealer, name in ((server, bytes(16)), (client, bytes(16)), (client, b"")):
+            with dealer.stream(name, CLIENT) as stream, pytest.raises(SessionLostError, match="begin a new session"):
+                stream.ask(wanted(0, 1, 0)).points(1)
+        ca = process.state / "ca.pem"
+        with Dealer(f"grpcs://127.0.0.1:{process.port}", ca, "sord_of_nobody") as stranger:
+            with pytest.raises(AuthError, match="token is not known"):
+                stranger.begin("model", PLAN)
+            with stranger.stream(session, CLIENT) as stream, pytest.raises(AuthError):
+                stream.ask(wanted(0, 1, 0)).points(1)
+    with Dealer(f"grpc://127.0.0.1:{process.port}", None, "sord_x") as plain, pytest.raises(TransportError):
+        plain.begin("model", PLAN)
+    with Dealer(f"grpcs://127.0.0.1:{process.port}", None, "sord_x") as untrusting, pytest.raises(HandshakeError):
+        untrusting.begin("model", PLAN)
+
+
+def test_refusals_reach_the_party_that_asks(process: DealerProcess) -> None:
+    with Parties(process) as both:
+        client = both.streams[CLIENT]
+        client.ask(wanted(3, 2, 0)).points(1)
+        again = client.ask(wanted(3, 2, 2))
+        with pytest.raises(ProtocolError, match="numbers go up"):
+            again.points(1)
+    with Parties(process) as both:
+        first = both.streams[CLIENT].ask(wanted(0, 1, 0))
+        first.points(1)
+        with pytest.raises(ProtocolError, match="different passes under number 0: rows"):
+            both.streams[SERVER].ask(wanted(0, 2, 0)).points(1)
+        with pytest.raises(ProtocolError, match="different passes under number 0: rows"):
+            both.streams[CLIENT].ask(wanted(1, 1, 1)).points(1)
+    with Parties(process) as both:
+        # More, and less, than there is.
+        points, words = by_hand(both.keys, PLAN, 0, 1, [0])
+        source = both.streams[SERVER].ask(wanted(0, 1, 0))
+        source.points(len(points) - 1)
+        with pytest.raises(ProtocolError, match="too many"):
+            source.finish()
+        with pytest.raises(ProtocolError, match="too little"):
+            source.points(2)
+        source.corrections(len(words) // 8)
+
+
+def test_a_new_stream_takes_the_place_of_a_silent_one(process: DealerProcess) -> None:
+    with Parties(process) as both:
+        both.streams[CLIENT].ask(wanted(0, 1, 0)).points(1)
+        with both.dealers[CLIENT].stream(both.session, CLIENT) as stream:
+            stream.ask(wanted(1, 1, 1)).points(1)
+            with pytest.raises(ProtocolError, match="another stream"):
+                both.streams[CLIENT].ask(wanted(2, 1, 2)).points(1)
+
+
+def test_a_dealer_killed_in_mid_pass_and_started_again_gives_nothing_of_the_old_session(tmp_path: Path) -> None:
+    with DealerProcess(tmp_path) as process:
+        with Parties(process, LARGE, retry_s=0.5) as both:
+            source = both.streams[SERVER].ask(wanted(0, 30, 0))
+            source.points(1000)
+            process.kill()
+            with pytest.raises(TransportError, match=r"cannot be reached for 0.5 s"):
+                _drain(source)
+        process.start()
+        with Parties(process, LARGE, retry_s=60) as both:
+            source = both.streams[SERVER].ask(wanted(0, 30, 0))
+            source.points(1000)
+            process.kill()
+            process.start()
+            with pytest.raises(SessionLostError, match=r"has restarted.*begin a new session"):
+                _drain(source)
+            with pytest.raises(SessionLostError):
+                both.streams[SERVER].ask(wanted(1, 1, 30)).points(1)
+
+
+def _drain(source: PassSource) -> None:
+    for _ in range(10_000):
+        source.points(100_000)
+
+
+def test_sigterm_lets_a_running_pass_end_and_stops(tmp_path: Path) -> None:
+    with DealerProcess(tmp_path) as process, Parties(process, retry_s=0.2) as both:
+        points, words = by_hand(both.keys, PLAN, 0, 1, [0])
+        source = both.streams[SERVER].ask(wanted(0, 1, 0))
+        assert read(source, len(points), len(words) // 8) == (points, words)
+        assert process.terminate() == 0, process.log()
+        assert "draining" in process.log()
+        with pytest.raises(TransportError):
+            both.streams[SERVER].ask(wanted(1, 1, 1)).points(1)
+
+
+def test_a_silent_party_costs_the_other_a_clear_limit_and_the_dealer_no_more(tmp_path: Path) -> None:
+    arguments = ("--held-session-mib", "8", "--wait", "0.2", "--idle", "3")
+    with DealerProcess(tmp_path, *arguments) as process, Parties(process, LARGE) as both:
+        with pytest.raises(LimitError, match="has not fetched"):
+            _drain(both.streams[CLIENT].ask(wanted(0, 1, 0)))
+        # The server's stream waits in silence until the session ends.
+        with both.streams[SERVER].changed, pytest.raises(SessionLostError, match="used the session for too long"):
+            both.streams[SERVER].wait(lambda: False)
+
+
+def test_without_tls_only_on_loopback_and_tokens_always(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("sordino")), "deal", "--insecure", "--state", str(tmp_path / "other")]
+    done = subprocess.run([*command, "--host", "0.0.0.0"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "loopback alone" in done.stderr
+    assert not (tmp_path / "other").exists()
+    with DealerProcess(tmp_path, "--insecure") as process:
+        target = f"grpc://127.0.0.1:{process.port}"
+        with Dealer(target, None, process.token(CLIENT)) as dealer:
+            assert len(dealer.begin("model", PLAN)[1]) == 32
+        with Dealer(target, None, "sord_of_nobody") as dealer, pytest.raises(AuthError):
+            dealer.begin("model", PLAN)
+        with socket.create_connection(("127.0.0.1", process.port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    for party in ("client", "server"):
+        assert (process.state / party / "tokens.json").stat().st_mode & 0o777 == 0o600
