@@ -81,6 +81,7 @@ def test_metadata(wheel: Path) -> None:
         assert all("extra == 'server'" in text or "extra == 'dealer'" in text for text in texts)
     assert set(metadata.get_all("Provides-Extra") or []) == {
         "client",
+        "crypten",
         "dealer",
         "gateway",
         "guides",
