@@ -28,11 +28,13 @@ from sordino.server.metrics import Metrics
 from sordino.server.provision import few_arenas, return_memory
 from sordino.server.service import SERVICE_NAME, Limits, SordinoService
 from sordino.server.store import MatrixStore
+from sordino.server.twoparty.session import TwoPartyModel
 from sordino.shared import address
 from sordino.shared.auth import TokenFile
 from sordino.shared.errors import AuthError, SordinoError
 from sordino.shared.tls import TlsFiles
 from sordino.shared.transport import channel_options
+from sordino.shared.twoparty.source import Dealer
 
 log = logging.getLogger(__name__)
 _MAX_REFUSALS = 1024
@@ -44,6 +46,15 @@ _IDLE_MS = 300_000
 _MAX_GRACE_S = 86_400
 _LAST_WORDS_S = 1.0
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class DealerAddress:
+    """Of profile two-party, and this server's token there."""
+
+    target: str
+    ca: Path | None
+    token: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +70,7 @@ class ServerConfig:
         layers: the first and the last layer whose groups this server holds, a stage of a pipeline; None for all.
         parallel: this process is a rank that torchrun started (:mod:`sordino.server.parallel`).
         metrics_host, metrics_port: where metrics and probes are answered over HTTP; None for nowhere.
+        dealer: of profile two-party; None offers that profile to nobody.
 
     Raises:
         SordinoError: what no server could run with, said before anything is loaded or written.
@@ -77,6 +89,7 @@ class ServerConfig:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     limits: Limits = field(default_factory=Limits)
+    dealer: DealerAddress | None = None
 
     def __post_init__(self) -> None:
         if self.host not in _LOOPBACK and (self.tls is None or self.tokens is None):
@@ -112,7 +125,18 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
         store = MatrixStore(config.bundle, config.device, layers=config.layers, shard=shard)
         log.info("%d groups on %s by %s", len(store.matrices), store.device, store.kernel.name)
         ranks = parallel.lead(store, config.limits.max_encoded_bytes) if config.parallel else None
-        service = SordinoService(store, config.limits, engine=ranks, allow_clear=config.allow_clear, metrics=metrics)
+        two_party = None
+        if config.dealer is not None:
+            dealer = stack.enter_context(Dealer(config.dealer.target, config.dealer.ca, config.dealer.token))
+            two_party = TwoPartyModel(store), dealer
+        service = SordinoService(
+            store,
+            config.limits,
+            engine=ranks,
+            allow_clear=config.allow_clear,
+            metrics=metrics,
+            two_party=two_party,
+        )
         _watch(metrics, service, store)
         check = stack.enter_context(SelfCheck(store, readiness))
         asyncio.run(_serve(service, config, metrics, readiness, check, ranks, ready))

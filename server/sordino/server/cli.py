@@ -14,9 +14,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from sordino.shared.errors import SordinoError, UnsupportedModelError
+from sordino.shared.errors import AuthError, SordinoError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from sordino.server.app import DealerAddress
     from sordino.server.ray_engine import Fleet
 
 console = Console(stderr=True)
@@ -149,6 +150,14 @@ def serve(
     ray_address: Annotated[
         str, typer.Option(help="The Ray cluster, host:port; auto is the one that this machine belongs to.")
     ] = "auto",
+    dealer: Annotated[
+        str | None,
+        typer.Option(help="Offer profile two-party, with this dealer: grpcs://host:port.", show_default=False),
+    ] = None,
+    dealer_ca: Annotated[Path | None, typer.Option(help="Its ca.pem.", show_default=False)] = None,
+    dealer_token_file: Annotated[
+        Path | None, typer.Option(help="This server's token there.", show_default=False)
+    ] = None,
     batching: Annotated[
         bool, typer.Option("--batching/--no-batching", help="Join what sessions wait for; for comparisons.")
     ] = True,
@@ -261,6 +270,7 @@ def serve(
             kv_spill=kv_spill,
             max_spill_bytes=kv_spill_mib << 20,
         ),
+        dealer=_dealer(dealer, dealer_ca, dealer_token_file),
     )
     if ranked and os.environ[RANK] != "0":
         work(config)
@@ -296,6 +306,23 @@ def serve(
             replace(port_file, str(bound).encode(), 0o644)
 
     run(config, ready=ready)
+
+
+def _dealer(target: str | None, ca: Path | None, token_file: Path | None) -> DealerAddress | None:
+    from sordino.server.app import DealerAddress
+
+    if target is None:
+        if ca or token_file:
+            raise SordinoError("--dealer-ca and --dealer-token-file belong to --dealer")
+        return None
+    if token_file is None:
+        raise SordinoError("--dealer needs --dealer-token-file: the dealer's operator gives each server a token")
+    try:
+        token = token_file.read_text("utf-8", "replace").strip()
+    except (OSError, ValueError) as error:  # the latter of a name with a NUL
+        why = getattr(error, "strerror", None) or error
+        raise AuthError(f"the token file {token_file} cannot be read: {why}") from error
+    return DealerAddress(target, ca, token)
 
 
 def _issue_first(tokens: Path) -> None:

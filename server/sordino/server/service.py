@@ -36,7 +36,7 @@ from sordino.server.places import Places, Room
 from sordino.server.provision import return_memory
 from sordino.server.scheduler import Scheduler, Stream
 from sordino.server.store import MatrixStore
-from sordino.server.twoparty.compute import Join, compute
+from sordino.server.twoparty.compute import compute
 from sordino.server.twoparty.session import TwoPartyModel
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, RangeError, UnknownGroupError
 from sordino.shared.manifest import GroupSpec
@@ -55,6 +55,7 @@ from sordino.shared.rlwe import (
     unpack,
 )
 from sordino.shared.transport import BUNDLE_CHUNK_BYTES, DEFAULT_MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
+from sordino.shared.twoparty.source import Dealer
 
 T = TypeVar("T")
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sordino"].full_name
@@ -127,7 +128,7 @@ class SordinoService(pb_grpc.SordinoServicer):
         limits: see :class:`Limits`.
         allow_clear: answer ``PROTOCOL_CLEAR``, rows without masks; for tests and benchmarks only.
         metrics: what products are counted in.
-        two_party: the model for profile ``two-party``, and how its sessions are joined at the dealer; None without one.
+        two_party: the model for profile ``two-party``, and the dealer of its sessions; None without.
 
     Attributes:
         waits: the calls that wait for their client; the interceptor enters them.
@@ -143,7 +144,7 @@ class SordinoService(pb_grpc.SordinoServicer):
         engine: Engine | None = None,
         allow_clear: bool = False,
         metrics: Metrics | None = None,
-        two_party: tuple[TwoPartyModel, Join] | None = None,
+        two_party: tuple[TwoPartyModel, Dealer] | None = None,
     ) -> None:
         self._two_party = two_party
         self._metrics = metrics = metrics or Metrics()

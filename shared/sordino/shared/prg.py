@@ -1,7 +1,7 @@
 """Keystreams from a 32-byte key: AES-256 in counter mode under keys that HKDF-SHA256 derives.
 
-The stream is AES-256-CTR (NIST SP 800-38A, section 6.5) over zeros, under a key that HKDF-SHA256 (RFC 5869) derives from
-the caller's key and a label, so two labels never share a keystream.
+The stream is AES-256-CTR (NIST SP 800-38A, section 6.5) over zeros, under a key that HKDF-SHA256 (RFC 5869) derives
+from the caller's key and a label, so two labels never share a keystream.
 """
 
 from __future__ import annotations

@@ -104,9 +104,8 @@ def model(bundle: Path) -> TwoPartyModel:
 def plain(model: TwoPartyModel, bundle: Path, x: Array) -> Array:
     """The same model in float64, with the same integer matrices."""
     shape: Shape = model.plan.shape
-    tensors = {
-        name: value.astype(np.float64) for name, value in load_file(bundle / CLIENT_DIR / "client.safetensors").items()
-    }
+    stored = load_file(bundle / CLIENT_DIR / "client.safetensors")
+    tensors = {name: value.astype(np.float64) for name, value in stored.items()}
     cos, sin = (table[:, None] for table in rotary(shape, np.arange(len(x))))
 
     def normed(x: Array, name: str) -> Array:
@@ -121,9 +120,8 @@ def plain(model: TwoPartyModel, bundle: Path, x: Array) -> Array:
         return a * cos + np.concatenate([-a[..., half:], a[..., :half]], axis=-1) * sin
 
     for layer in range(shape.layers):
-        y = times(
-            normed(x, f"model.layers.{layer}.input_layernorm.weight"), layer, 0, *(f"self_attn.{n}" for n in "qkv")
-        )
+        h = normed(x, f"model.layers.{layer}.input_layernorm.weight")
+        y = times(h, layer, 0, "self_attn.q", "self_attn.k", "self_attn.v")
         q, k, v = np.split(y.reshape(len(x), -1, shape.head), [shape.heads, shape.heads + shape.groups], axis=1)
         k, v = (np.repeat(a, shape.heads // shape.groups, axis=1) for a in (turned(k), v))
         scores = np.einsum("rhd,thd->hrt", turned(q), k) / np.sqrt(shape.head)

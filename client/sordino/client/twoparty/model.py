@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from sordino.client.kvcache import CACHE_NAMES
 from sordino.client.twoparty.session import PartySession
 from sordino.shared.errors import RangeError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_CACHE: Final = next(name for name in CACHE_NAMES if name in {one.name for one in fields(BaseModelOutputWithPast)})
 
 
 class PartyLayers(nn.Module):
@@ -32,9 +36,8 @@ class PartyLayers(nn.Module):
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: DynamicCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        **_: Any,
+        **options: Any,
     ) -> BaseModelOutputWithPast:
         """
         Raises:
@@ -48,13 +51,15 @@ class PartyLayers(nn.Module):
             raise RangeError("a prompt with padding: profile two-party answers prompts without")
         if not inputs_embeds.shape[1]:
             raise RangeError("the prompt is empty: nothing was sent")
-        cache = DynamicCache() if past_key_values is None else past_key_values
+        cache = options.get(_CACHE)
+        if cache is None:
+            cache = DynamicCache()
         rows = inputs_embeds[0].detach().to(device="cpu", dtype=torch.float64).numpy()
         hidden, counters = self._session.forward(rows, _counters(cache))
         stored = torch.tensor(counters, dtype=torch.float64).reshape(1, 1, -1, 1)
         cache.update(stored, stored, 0)
         out = torch.from_numpy(hidden).to(device=inputs_embeds.device, dtype=inputs_embeds.dtype)
-        return BaseModelOutputWithPast(last_hidden_state=out[None], past_key_values=cache)
+        return BaseModelOutputWithPast(last_hidden_state=out[None], **{_CACHE: cache})
 
 
 def _counters(cache: DynamicCache) -> list[int]:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 from queue import SimpleQueue
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,14 @@ from sordino.proto.v1 import dealer_pb2 as deal_pb
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.shared.errors import IntegrityError, LimitError, RangeError, SessionLostError
 from sordino.shared.twoparty import numbers as nb
+from sordino.shared.twoparty.dealt import Dealt
 from sordino.shared.twoparty.forward import HIDDEN, MATRICES, Cache, Model, forward
 from sordino.shared.twoparty.lwe import word_shape
 from sordino.shared.twoparty.numbers import Plan
 from sordino.shared.twoparty.party import Count, Party
 from sordino.shared.twoparty.passes import Counters, ranges
-from sordino.shared.twoparty.tape import CLIENT, Source, Tape
+from sordino.shared.twoparty.source import Dealer
+from sordino.shared.twoparty.tape import CLIENT, Tape
 
 U64 = NDArray[np.uint64]
 F64 = NDArray[np.float64]
@@ -34,22 +36,6 @@ Progress = Callable[[int, int], None]
 MOST_ROWS: Final = 32  # of a pass; a longer prompt goes in several
 BLOCK_ROWS: Final = 32  # that are made ahead at a time
 _LARGEST: Final = 2.0**15  # of an embedding's entries
-
-
-class Dealing(Protocol):
-    """This party's session at the dealer."""
-
-    @property
-    def session(self) -> bytes: ...
-
-    @property
-    def key(self) -> bytes: ...
-
-    def ask(self, wanted: deal_pb.Pass) -> Source:
-        """The material of a pass."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class Spent(Count):
@@ -68,19 +54,18 @@ class Spent(Count):
 
 
 class PartySession:
-    """One session: its stream to the server, its place at the dealer, and this side's shares.
+    """One session: its stream to the server, its place at the dealer, and this side's shares. A context manager.
 
     Args:
-        begin: from a plan to the session that it has at the dealer.
+        connection, dealer: from here on the session's, which closes them.
+        tensors: of the client bundle.
 
     Raises:
         SordinoError: the server or the dealer refuses it.
     """
 
-    def __init__(
-        self, connection: Connection, tensors: dict[str, NDArray[np.float32]], begin: Callable[[bytes], Dealing]
-    ) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, tensors: dict[str, NDArray[np.float32]], dealer: Dealer) -> None:
+        self._connection, self._dealer = connection, dealer
         self._outgoing: SimpleQueue[pb.ComputeRequest | None] = SimpleQueue()
         self._watchdog = Watchdog(connection.timeout_s)
         self.spent = Spent()
@@ -90,7 +75,7 @@ class PartySession:
         self._put(pb.ComputeRequest(open=opening))
         self.plan = Plan.from_json(self._next("plan").plan.plan)
         self._model = Model.of(self.plan, tensors)
-        self._dealing = begin(self.plan.to_json())
+        self._dealing = Dealt.begun(dealer, connection.manifest.fingerprint, self.plan)
         self._key = WordKey(parallel=(os.cpu_count() or 1) > 1)
         session = pb.PartySession(
             session=self._dealing.session, digest=self._model.digest(), public_key=self._key.public
@@ -236,3 +221,11 @@ class PartySession:
             self._call.cancel()
             self._watchdog.close()
             self._dealing.close()
+            self._dealer.close()
+            self._connection.close()
+
+    def __enter__(self) -> PartySession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -9,15 +9,15 @@ from typing import Any, TypeAlias
 
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.server.calls import Call
-from sordino.server.twoparty.session import Dealing, PartySession, StreamLink, TwoPartyModel
+from sordino.server.twoparty.session import PartySession, StreamLink, TwoPartyModel
 from sordino.shared.errors import ProtocolError
+from sordino.shared.twoparty.dealt import Dealt
+from sordino.shared.twoparty.source import Dealer
 
 InThread: TypeAlias = Callable[..., Awaitable[Any]]
-# Joins the session that a client has begun at the dealer.
-Join: TypeAlias = Callable[[bytes, bytes], Dealing]
 
 
-async def compute(model: TwoPartyModel, join: Join, requests: Call, call: Call, in_thread: InThread) -> None:
+async def compute(model: TwoPartyModel, dealer: Dealer, requests: Call, call: Call, in_thread: InThread) -> None:
     """Serves one session, after its first message, until its client ends the stream.
 
     Raises:
@@ -31,13 +31,13 @@ async def compute(model: TwoPartyModel, join: Join, requests: Call, call: Call, 
         raise ProtocolError("the second message of a stream names the session at the dealer")
     if not hmac.compare_digest(first.session.digest, model.public.digest()):
         raise ProtocolError("the client has other public numbers than this server: their shares would add up to noise")
-    dealing = await in_thread(join, first.session.session, model.plan.to_json())
+    dealing = await in_thread(Dealt.joined, dealer, first.session.session, model.fingerprint, model.plan)
     try:
         session = PartySession(model, dealing, first.session.public_key)
         await call.write(pb.ComputeResponse(joined=True))
         await _serve(session, requests, call, in_thread)
     finally:
-        dealing.close()
+        await in_thread(dealing.close)
 
 
 async def _serve(session: PartySession, requests: Call, call: Call, in_thread: InThread) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -25,33 +25,19 @@ from sordino.shared.errors import (
     UnsupportedModelError,
 )
 from sordino.shared.manifest import CLIENT_DIR
+from sordino.shared.twoparty.dealt import Dealt
 from sordino.shared.twoparty.forward import MATRICES, Cache, Model, forward
 from sordino.shared.twoparty.lwe import word_shape
 from sordino.shared.twoparty.numbers import Bounds, Plan, Shape, Sizes, bounds
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.passes import Counters
-from sordino.shared.twoparty.tape import SERVER, Source, Tape
+from sordino.shared.twoparty.tape import SERVER, Tape
 
 U64 = NDArray[np.uint64]
 F64 = NDArray[np.float64]
 
 # Rows of masked products that a client may have made ahead, of each matrix.
 _MOST_ROWS: Final = 4096
-
-
-class Dealing(Protocol):
-    """A party's session at the dealer."""
-
-    @property
-    def key(self) -> bytes:
-        """32 bytes, this party's."""
-        ...
-
-    def ask(self, wanted: deal_pb.Pass) -> Source:
-        """The material of a pass."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class TwoPartyModel:
@@ -81,6 +67,7 @@ class TwoPartyModel:
                 raise UnsupportedModelError(f"profile two-party needs {error} as a matrix of its own") from None
             self._matrices.append([WordMatrix(one, kernel) for one in weights])
             sizes.append(Sizes.of(prefix, _bounds(shape, tensors, prefix, weights)))
+        self.fingerprint = store.manifest.fingerprint
         self.plan = Plan(shape, tuple(sizes))
         self.public = Model.of(self.plan, tensors)
 
@@ -133,7 +120,7 @@ class StreamLink:
 class PartySession:
     """One client's shares: its cache, and what was made ahead of its rows."""
 
-    def __init__(self, model: TwoPartyModel, dealing: Dealing, public_key: bytes) -> None:
+    def __init__(self, model: TwoPartyModel, dealing: Dealt, public_key: bytes) -> None:
         self._model = model
         self._dealing = dealing
         self._provisioner = Provisioner(public_key, parallel=torch.get_num_threads() > 1)

@@ -32,6 +32,7 @@ _MAX_PART_BYTES: Final = 2 << 20
 _AHEAD_BYTES: Final = 64 << 20  # that are read before they are needed
 _CALL_S: Final = 30.0  # for the short calls
 _RETRY_PAUSE_S: Final = 0.2
+_FAREWELL_S: Final = 2.0  # for the dealer to see a stream's end
 _WORD: Final = 8
 _FINAL: Final = (HandshakeError, SessionLostError)  # of errors of transport: trying again does not help
 
@@ -296,12 +297,16 @@ class DealerStream:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Ends the stream; what was not read is lost."""
+        """Ends the stream, and if it is a client's the session; what was not read is lost."""
         with self.changed:
             self._closed = True
             self._requests.put(None)
-            self._hang_up()
+            if self._asked or self._call is None:
+                self._hang_up()
             self.changed.notify_all()
+        self._thread.join(_FAREWELL_S)
+        with self.changed:
+            self._hang_up()
         self._thread.join()
 
     def __enter__(self) -> DealerStream:

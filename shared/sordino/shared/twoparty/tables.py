@@ -138,14 +138,14 @@ class Exp:
 
 @cache
 def exp_tables() -> tuple[F64, F64, F64]:
-    """e^(i / 2^12) and e^(i / 2^24) for 12 bits i, and e^-j for cells 0, -1, ... -15 with ``EXP_PUBLIC`` fraction bits."""
+    """e^(i / 2^12) and e^(i / 2^24) for 12 bits i, and e^-j for cells 0, -1, ... -15, times 2^``EXP_PUBLIC``."""
     fine = np.arange(1 << 12) / 2.0**12
     return np.exp(fine), np.exp(fine / 2.0**12), np.exp(-np.arange(EXP_CELLS)) * 2.0**EXP_PUBLIC
 
 
 def exp_factors(place: U64) -> U64:
-    """e^(place / 2^24 - j) for each cell: ``[n]`` to ``[n, 16]``. By tables and products, which both parties have alike,
-    and by no library's exponential."""
+    """e^(place / 2^24 - j) for each cell: ``[n]`` to ``[n, 16]``. By tables and products, which both parties have
+    alike, and by no library's exponential."""
     first, second, cells = exp_tables()
     part = first[place >> np.uint64(12)] * second[place & np.uint64((1 << 12) - 1)]
     out: U64 = np.rint(part[:, None] * cells).astype(np.uint64)
