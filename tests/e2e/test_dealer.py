@@ -7,9 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -150,22 +151,50 @@ def test_each_party_reads_its_half(process: DealerProcess) -> None:
             assert server.result(60) == (points, words)
 
 
+def raw(process: DealerProcess, party: int, requests: Iterator[pb.DealRequest]) -> list[pb.DealResponse]:
+    """What comes on a stream until its end.
+
+    Raises:
+        grpc.RpcError: it ends with another status than OK.
+    """
+    credentials = grpc.ssl_channel_credentials((process.state / "ca.pem").read_bytes())
+    with grpc.secure_channel(f"127.0.0.1:{process.port}", credentials) as channel:
+        metadata = [("authorization", f"Bearer {process.token(party)}")]
+        return list(pb_grpc.DealerStub(channel).Deal(requests, metadata=metadata, timeout=20))
+
+
 def test_a_client_gets_no_corrections_and_no_words_of_the_servers(process: DealerProcess) -> None:
     """By the bytes of its stream, not by our reader of them."""
-    with Parties(process) as both:
-        requests = [pb.DealRequest(open=both.session), pb.DealRequest(**{"pass": wanted(0, 2, 0)})]
-        received: list[list[pb.DealResponse]] = []
-        for party in (CLIENT, SERVER):
-            credentials = grpc.ssl_channel_credentials((process.state / "ca.pem").read_bytes())
-            with grpc.secure_channel(f"127.0.0.1:{process.port}", credentials) as channel:
-                metadata = [("authorization", f"Bearer {process.token(party)}")]
-                received.append(list(pb_grpc.DealerStub(channel).Deal(iter(requests), metadata=metadata, timeout=60)))
-        assert all(not part.corrections for part in received[CLIENT])
-        assert [part.last for part in received[CLIENT]].count(True) == 1
-        points = [b"".join(part.points for part in parts) for parts in received]
-        words = b"".join(part.corrections for part in received[SERVER])
-        assert points[CLIENT] == points[SERVER]
-        assert (points[SERVER], words) == by_hand(both.keys, PLAN, 0, 2, [0, 1])
+    with process.dealer(CLIENT) as client, process.dealer(SERVER) as server:
+        session, key = client.begin("model", PLAN)
+        keys = key, server.join(session, "model", PLAN)
+    requests = [pb.DealRequest(open=session), pb.DealRequest(**{"pass": wanted(0, 2, 0)})]
+    # The client last: its end is the session's.
+    received = {party: raw(process, party, iter(requests)) for party in (SERVER, CLIENT)}
+    assert all(not part.corrections for part in received[CLIENT])
+    assert [part.last for part in received[CLIENT]].count(True) == 1
+    points = [b"".join(part.points for part in received[party]) for party in (CLIENT, SERVER)]
+    words = b"".join(part.corrections for part in received[SERVER])
+    assert points[CLIENT] == points[SERVER]
+    assert (points[SERVER], words) == by_hand(keys, PLAN, 0, 2, [0, 1])
+
+
+def test_of_many_streams_at_once_one_stays_and_the_others_end(process: DealerProcess) -> None:
+    with process.dealer(CLIENT) as client, ThreadPoolExecutor(16) as pool:
+        session, _ = client.begin("model", PLAN)
+        stop = threading.Event()
+
+        def requests() -> Iterator[pb.DealRequest]:
+            yield pb.DealRequest(open=session)
+            stop.wait(20)
+
+        streams = [pool.submit(raw, process, CLIENT, requests()) for _ in range(16)]
+        for _, stream in zip(range(15), as_completed(streams, timeout=15), strict=False):
+            error = stream.exception()
+            assert isinstance(error, grpc.RpcError)
+            assert "another stream" in error.details()
+        stop.set()
+        assert [stream.result(10) for stream in streams if stream.exception() is None] == [[]]
 
 
 def test_roles_and_strangers(process: DealerProcess) -> None:
@@ -230,6 +259,18 @@ def test_a_new_stream_takes_the_place_of_a_silent_one(process: DealerProcess) ->
             stream.ask(wanted(1, 1, 1)).points(1)
             with pytest.raises(ProtocolError, match="another stream"):
                 both.streams[CLIENT].ask(wanted(2, 1, 2)).points(1)
+
+
+def test_a_client_that_closes_its_stream_ends_the_session(process: DealerProcess) -> None:
+    with Parties(process) as both:
+        points, words = by_hand(both.keys, PLAN, 0, 1, [0])
+        for stream, size in zip(both.streams, (0, len(words) // 8), strict=True):
+            read(stream.ask(wanted(0, 1, 0)), len(points), size)
+        both.streams[CLIENT].close()
+        with pytest.raises(SessionLostError, match="client has ended"):
+            both.streams[SERVER].ask(wanted(1, 1, 1)).points(1)
+        with both.dealers[CLIENT].stream(both.session, CLIENT) as stream, pytest.raises(SessionLostError):
+            stream.ask(wanted(0, 1, 0)).points(1)
 
 
 def test_a_dealer_killed_in_mid_pass_and_started_again_gives_nothing_of_the_old_session(tmp_path: Path) -> None:

@@ -44,6 +44,9 @@ def deal(
     held_session_mib: Annotated[int, typer.Option(help="The same, of one session.", min=1)] = 512,
     masks_mib: Annotated[int, typer.Option(help="Memory for masks of caches, which else are made anew.", min=0)] = 1024,
     idle: Annotated[float, typer.Option(help="Seconds after which an unused session ends.", min=1)] = 900.0,
+    away: Annotated[
+        float, typer.Option(help="Seconds after which a session ends that no party has a stream of.", min=1)
+    ] = 60.0,
     wait: Annotated[
         float, typer.Option(help="Seconds that a party waits for room until the other fetches its material.", min=0)
     ] = 30.0,
@@ -78,6 +81,7 @@ def deal(
             held_bytes_each=held_session_mib << 20,
             mask_bytes=masks_mib << 20,
             idle_s=idle,
+            away_s=away,
             wait_s=wait,
         ),
     )

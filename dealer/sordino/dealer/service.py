@@ -123,14 +123,17 @@ class DealerService(pb_grpc.DealerServicer):
         if first is None or first.WhichOneof("kind") != "open":
             raise ProtocolError("the first message of a stream names its session")
         session = self._sessions.find(caller.holder, caller.party, first.open)
+        # Before anybody can end the stream: a status cannot go out while metadata may be on the way.
+        await caller.context.send_initial_metadata(((OPENED_KEY, "1"),))
         caller.stream = stream = self._sessions.open(session, caller.party)
         try:
-            await caller.context.send_initial_metadata(((OPENED_KEY, "1"),))
             while (request := await self._next(requests, stream)) is not None:
                 if request.WhichOneof("kind") != "pass":
                     raise ProtocolError("after its first message a stream asks for passes alone")
                 async for part in self._pass(session, caller.party, getattr(request, "pass")):
                     yield part
+            if caller.party == CLIENT:  # who has closed its end, rather than vanished
+                self._sessions.end(session)
         finally:
             self._sessions.close(session, caller.party, stream)
 

@@ -35,6 +35,8 @@ _UNKNOWN: Final = (
     "nothing of the old one can be used again"
 )
 _IDLE: Final = "nobody used the session for too long: begin a new session, nothing of this one can be used again"
+_AWAY: Final = "no party came back to the session: begin a new one, nothing of this one can be used again"
+_ENDED: Final = "the client has ended the session: begin a new one, nothing of this one can be used again"
 _REPLACED: Final = "the same party has opened another stream of this session"
 
 
@@ -45,7 +47,7 @@ class Limits:
         sessions, sessions_each: at a time; of all clients, and of one.
         held_bytes, held_bytes_each: material that one party or both have still to fetch; of all sessions, and of one.
         mask_bytes: masks of rows that stay between passes, of all sessions; others are made anew for each pass.
-        idle_s: a session that nobody uses for so long ends.
+        idle_s: a session that nobody uses for so long ends. away_s: or in which no party has had a stream for so long.
         wait_s: how long a party that is ahead waits for the other to fetch, before it is refused.
     """
 
@@ -55,6 +57,7 @@ class Limits:
     held_bytes_each: int = 512 << 20
     mask_bytes: int = 1 << 30
     idle_s: float = 900.0
+    away_s: float = 60.0
     wait_s: float = 30.0
 
 
@@ -107,7 +110,7 @@ class Session:
 
     Attributes:
         holders: who began and who joined it, as :func:`sordino.shared.auth.identity_of` gives them.
-        used: when, by the monotonic clock.
+        used: when, by the monotonic clock. left: since when no party has a stream, if none has.
     """
 
     def __init__(self, holder: str, fingerprint: str, plan: Plan) -> None:
@@ -115,7 +118,7 @@ class Session:
         self.fingerprint = fingerprint
         self.plan = plan
         self.keys = (random_key(), random_key())
-        self.used = time.monotonic()
+        self.used = self.left = time.monotonic()
         self.streams: list[Stream | None] = [None, None]
         self.dealings: dict[int, Dealing] = {}
         self.masks: dict[int, U64] = {}
@@ -285,6 +288,12 @@ class Sessions:
     def close(self, session: Session, party: int, stream: Stream) -> None:
         if session.streams[party] is stream:
             session.streams[party] = None
+            session.left = time.monotonic()
+
+    def end(self, session: Session) -> None:
+        """At once, because its client wants no more of it."""
+        self._sessions = {name: one for name, one in self._sessions.items() if one is not session}
+        session.fail(SessionLostError(_ENDED))
 
     async def layers(self, session: Session, party: int, wanted: pb.Pass) -> AsyncGenerator[tuple[bytes, bytes], None]:
         """What the party gets of each layer of a pass: corrections of point functions, and of shares for the server.
@@ -352,11 +361,12 @@ class Sessions:
 
     def tend(self) -> None:
         """Ends sessions that nobody uses; to be called every now and then."""
-        now = time.monotonic()
+        now, limits = time.monotonic(), self._limits
         for name, session in list(self._sessions.items()):
-            if session.used + self._limits.idle_s < now:
+            idle = session.used + limits.idle_s < now
+            if idle or (not any(session.streams) and session.left + limits.away_s < now):
                 del self._sessions[name]
-                session.fail(SessionLostError(_IDLE))
+                session.fail(SessionLostError(_IDLE if idle else _AWAY))
 
     def end_all_but(self, valid: tuple[set[str], set[str]]) -> None:
         """Ends sessions of tokens that are not among the valid ones, of clients and of servers."""

@@ -304,6 +304,28 @@ def test_masks_that_have_no_room_are_made_again() -> None:
     dealer(program, mask_bytes=2 * 8 * 2 * SHAPE.layers * SHAPE.groups * SHAPE.head)
 
 
+def test_a_session_ends_with_its_client_or_when_both_have_gone() -> None:
+    async def program(sessions: Sessions, name: bytes, session: Session) -> None:
+        await fetch(sessions, session, CLIENT, wanted(0, 1, 0))
+        stream = sessions.open(session, CLIENT)
+        session.left -= 100
+        sessions.tend()
+        assert len(sessions) == 1
+        sessions.close(session, CLIENT, stream)
+        sessions.tend()
+        assert len(sessions) == 1  # it may come back
+        session.left -= 100
+        sessions.tend()
+        assert len(sessions) == sessions.held_bytes == 0
+        with pytest.raises(SessionLostError, match="came back"):
+            session.check()
+        name, _ = sessions.begin(CLIENT_TOKEN, "model", PLAN.to_json())
+        sessions.end(sessions.find(CLIENT_TOKEN, CLIENT, name))
+        assert len(sessions) == 0
+
+    dealer(program)
+
+
 def test_sessions_end_when_idle_or_when_a_token_goes() -> None:
     async def program(sessions: Sessions, name: bytes, session: Session) -> None:
         await fetch(sessions, session, CLIENT, wanted(0, 1, 0))
