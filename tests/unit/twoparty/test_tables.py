@@ -33,7 +33,7 @@ def test_a_score_above_the_window_is_told() -> None:
     scores = np.zeros((2, 4), np.int64)
     scores[1, 2] = 17 << 20
     everything = np.ones((2, 4), bool)
-    top, above = Run([step], lambda party, x: step.run(party, x, everything), scores).result
+    _, above = Run([step], lambda party, x: step.run(party, x, everything), scores).result
     assert list(signed(above)) == [0, 1]
 
 
@@ -53,8 +53,8 @@ def test_exp_over_its_domain() -> None:
 
 @pytest.mark.parametrize("cell", [0.05, 0.15, 0.37])
 def test_gated_over_its_domain(cell: float) -> None:
-    """Of SiLU: the cubic term of a cell, the place of 7 bits for the curvature, rounding; times up, whose rounding counts
-    for large gates."""
+    """Of SiLU: the cubic term of a cell, 7 bits of the place for the curvature, rounding; times up, whose rounding
+    counts for large gates."""
     bits, k, cut, n = 10, 48, 20, 20_000
     span = 0.99 * cell * 2 ** (bits - 1)
     gate = np.linspace(-span, span, n)
@@ -65,7 +65,8 @@ def test_gated_over_its_domain(cell: float) -> None:
     real = up / 2.0 ** (cut + nb.UP)
     silu = gate / (1 + np.exp(-gate))
     error = np.abs(found - silu * real)
-    allowed = (2e-5 + 0.012 * cell**3 + 0.25 * cell**2 * 2.0**-6) * (np.abs(real) + 2.0**-nb.UP) + np.abs(silu) * 2.0**-nb.UP
+    own = 2e-5 + 0.012 * cell**3 + 0.25 * cell**2 * 2.0**-6
+    allowed = own * (np.abs(real) + 2.0**-nb.UP) + np.abs(silu) * 2.0**-nb.UP
     large = np.abs(real) > 2
     print(f"cell {cell}: SiLU's largest error {(error[large] / np.abs(real[large])).max():.1e}")
     assert (error <= allowed).all()

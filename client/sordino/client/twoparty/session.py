@@ -104,13 +104,20 @@ class PartySession:
             inputs, outputs = self._sizes(matrix)
             shape = word_shape(rows, inputs, outputs)
             r = np.frombuffer(os.urandom(8 * rows * inputs), np.uint64).reshape(rows, inputs)
-            wanted = pb.WordProducts(layer=layer, matrix=matrix, rows=rows, ciphertexts=self._key.requests(r, shape))
-            request = pb.ComputeRequest(products=wanted)
-            self.spent.ahead_sent += request.ByteSize()
-            self._put(request)
-            answer = self._next("answers")
-            self.spent.ahead_received += answer.ByteSize()
-            c = self._key.open(answer.answers.ciphertexts, shape)[:rows]
+            requests = self._key.requests(r, shape)
+            for i, message in enumerate(requests):
+                last = i == len(requests) - 1
+                wanted = pb.WordProducts(layer=layer, matrix=matrix, rows=rows, ciphertexts=message, last=last)
+                self.spent.ahead_sent += wanted.ByteSize()
+                self._put(pb.ComputeRequest(products=wanted))
+            answers: list[bytes] = []
+            while True:
+                answer = self._next("answers").answers
+                self.spent.ahead_received += answer.ByteSize()
+                answers.append(answer.ciphertexts)
+                if answer.last:
+                    break
+            c = self._key.open(answers, shape)[:rows]
             self._rows[layer, matrix].extend(zip(r, c, strict=True))
             if progress is not None:
                 progress(done + 1, len(self._rows))

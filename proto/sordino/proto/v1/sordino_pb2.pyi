@@ -250,16 +250,18 @@ class PartySession(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., public_key: _Optional[bytes] = ...) -> None: ...
 
 class WordProducts(_message.Message):
-    __slots__ = ("layer", "matrix", "rows", "ciphertexts")
+    __slots__ = ("layer", "matrix", "rows", "ciphertexts", "last")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     MATRIX_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     CIPHERTEXTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     layer: int
     matrix: int
     rows: int
-    ciphertexts: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, layer: _Optional[int] = ..., matrix: _Optional[int] = ..., rows: _Optional[int] = ..., ciphertexts: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    ciphertexts: bytes
+    last: bool
+    def __init__(self, layer: _Optional[int] = ..., matrix: _Optional[int] = ..., rows: _Optional[int] = ..., ciphertexts: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...
 
 class ComputeResponse(_message.Message):
     __slots__ = ("plan", "joined", "answers", "words")
@@ -280,7 +282,9 @@ class PartyPlan(_message.Message):
     def __init__(self, plan: _Optional[bytes] = ...) -> None: ...
 
 class WordAnswers(_message.Message):
-    __slots__ = ("ciphertexts",)
+    __slots__ = ("ciphertexts", "last")
     CIPHERTEXTS_FIELD_NUMBER: _ClassVar[int]
-    ciphertexts: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, ciphertexts: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    ciphertexts: bytes
+    last: bool
+    def __init__(self, ciphertexts: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...

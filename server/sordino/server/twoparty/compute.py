@@ -73,8 +73,9 @@ async def _serve(session: PartySession, requests: Call, call: Call, in_thread: I
                 running = asyncio.ensure_future(in_thread(session.forward, request.forward, link))
                 running.add_done_callback(ended)
             elif kind == "products":
-                answers = await in_thread(session.products, request.products)
-                outgoing.put_nowait(pb.ComputeResponse(answers=answers))
+                answers = session.products(request.products)
+                while (answer := await in_thread(next, answers, None)) is not None:
+                    outgoing.put_nowait(pb.ComputeResponse(answers=answer))
             else:
                 raise ProtocolError("a request of a session holds products, a pass or words, this one none of them")
     except asyncio.CancelledError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Final
 
@@ -27,7 +27,7 @@ from sordino.shared.errors import (
 from sordino.shared.manifest import CLIENT_DIR
 from sordino.shared.twoparty.dealt import Dealt
 from sordino.shared.twoparty.forward import MATRICES, Cache, Model, forward
-from sordino.shared.twoparty.lwe import word_shape
+from sordino.shared.twoparty.lwe import messages, word_shape
 from sordino.shared.twoparty.numbers import Bounds, Plan, Shape, Sizes, bounds
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.passes import Counters
@@ -127,11 +127,15 @@ class PartySession:
         shape = model.plan.shape
         self._cache = Cache.empty(shape)
         self._counters = Counters()
+        # Of a request of several messages: what it asks for, and those that have come.
+        self._asked = (0, 0, 0)
+        self._came: list[bytes] = []
         # Of each matrix: the server's masks of rows that no pass has used.
         self._masks: dict[tuple[int, int], list[U64]] = {}
 
-    def products(self, request: pb.WordProducts) -> pb.WordAnswers:
-        """
+    def products(self, request: pb.WordProducts) -> Iterator[pb.WordAnswers]:
+        """Answers to a request, of which this is one message of several.
+
         Raises:
             ProtocolError, UnknownGroupError: the request is malformed. LimitError: too much has been made ahead.
         """
@@ -143,9 +147,23 @@ class PartySession:
             raise LimitError(f"{len(masks)} rows of this matrix are made already: use them first")
         outputs, inputs = matrix.weights.shape
         shape = word_shape(request.rows, inputs, outputs)
-        answers = list(self._provisioner.answers(matrix.weights.numpy(), list(request.ciphertexts), shape))
-        masks += list(np.concatenate([s for _, s in answers], axis=1)[: request.rows])
-        return pb.WordAnswers(ciphertexts=[message for message, _ in answers])
+        asked = (request.layer, request.matrix, request.rows)
+        if self._came and asked != self._asked:
+            raise ProtocolError("another request before the last message of the one before")
+        self._asked = asked
+        self._came.append(request.ciphertexts)
+        if not request.last:
+            if len(self._came) >= len(messages(shape.input_blocks)):
+                raise ProtocolError("a request goes on after its last ciphertext")
+            return
+        came, self._came = self._came, []
+        parts: list[U64] = []
+        for message, s in self._provisioner.answers(matrix.weights.numpy(), came, shape):
+            parts.append(s)
+            done = sum(part.shape[1] for part in parts) == outputs
+            if done:
+                masks += list(np.concatenate(parts, axis=1)[: request.rows])
+            yield pb.WordAnswers(ciphertexts=message, last=done)
 
     def forward(self, wanted: deal_pb.Pass, link: StreamLink) -> None:
         """One pass; its last message is the server's share of the hidden states.
