@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
 from sordino.client.options import Options
-from sordino.client.terminal import Screen, check_text, connected, console, encode_prompt
+from sordino.client.terminal import Screen, check_text, connected, console, encode_prompt, shared
 from sordino.shared.errors import RangeError, SordinoError, printable
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _CHOICE: Final = "How tokens are chosen"
 _ROWS: Final = "How many rows travel, and what that shows"
+_SHARES: Final = "Profile two-party"
 Fingerprint = Annotated[
     str | None, typer.Option(help="Refuse a server with any other split; `sordino serve` and `split` print it.")
 ]
@@ -124,8 +126,28 @@ def generate(
     fixed_length: Annotated[
         bool, typer.Option("--fixed-length", help="Go on to --max-new-tokens, unseen.", rich_help_panel=_ROWS)
     ] = False,
+    profile: Annotated[
+        str,
+        typer.Option(help="client-aided, or two-party: neither side sees an activation.", rich_help_panel=_SHARES),
+    ] = "client-aided",
+    dealer: Annotated[
+        str | None,
+        typer.Option(help="grpcs://host:port of the dealer.", envvar="SORDINO_DEALER", rich_help_panel=_SHARES),
+    ] = None,
+    dealer_ca: Annotated[
+        Path | None, typer.Option(help="Its ca.pem.", envvar="SORDINO_DEALER_CA", rich_help_panel=_SHARES)
+    ] = None,
+    dealer_token_file: Annotated[
+        Path | None,
+        typer.Option(help="Your token there.", envvar="SORDINO_DEALER_TOKEN_FILE", rich_help_panel=_SHARES),
+    ] = None,
+    ahead: Annotated[
+        int, typer.Option(help="Rows for which products are made before the answer.", min=0, rich_help_panel=_SHARES)
+    ] = 64,
 ) -> None:
     """Stream a private answer to the terminal."""
+    if profile not in ("client-aided", "two-party"):
+        raise RangeError(f"--profile is client-aided or two-party, not {profile}")
     text = _standard_input() if prompt == "-" else prompt
     check_text("the prompt", text)
     check_text("--system", system or "")
@@ -147,10 +169,16 @@ def generate(
         pad_prompt=pad_prompt,
         fixed_length=fixed_length,
     )
-    how: dict[str, Any] = {"ca": ca, "token_file": token_file, "pool": pool, "seal": seal, "batch": batch}
-    how |= {"fingerprint": fingerprint, "protocol": protocol, "attention": attention, "retry_s": wait}
-    # No batch in the background: it would be cut short, and its traffic lost, at the end of the answer.
-    with connected(server, **how, low_water=0, refill=protocol != "auto") as link:
+    how: dict[str, Any] = {"ca": ca, "token_file": token_file, "fingerprint": fingerprint, "retry_s": wait}
+    if profile == "two-party":
+        how |= {"dealer": dealer, "dealer_ca": dealer_ca, "dealer_token_file": dealer_token_file, "ahead": ahead}
+        protocol = profile
+    else:
+        # No batch in the background: it would be cut short, and its traffic lost, at the end of the answer.
+        how |= {"pool": pool, "seal": seal, "batch": batch, "low_water": 0, "refill": protocol != "auto"}
+        how |= {"protocol": protocol, "attention": attention}
+    opened: AbstractContextManager[Any] = (shared if profile == "two-party" else connected)(server, **how)
+    with opened as link:
         from sordino.client.answers import Generation
         from sordino.client.speculate import load_draft_model
 
@@ -171,7 +199,7 @@ def generate(
         console.print(
             f"[dim]{screen.summary()} · {(after[0] - before[0]) / 1e6:.1f} MB up · "
             f"{(after[1] - before[1]) / 1e6:.1f} MB down"
-            + (f" · {masks} masks left" if masks is not None and protocol == "masked" else "")
+            + (f" · {masks} masks left" if masks is not None and protocol in ("masked", "two-party") else "")
             + (
                 " · masks made just in time (`sordino provision` makes them ahead)"
                 if protocol == "auto" and not masks

@@ -31,6 +31,7 @@ from sordino.shared.errors import AuthError, BundleError, PoolSealedError, Range
 if TYPE_CHECKING:
     from sordino.client.answers import Answers, Piece
     from sordino.client.session import Connected, ProtocolName
+    from sordino.client.twoparty.connect import TwoPartyConnected
 
 console = Console(stderr=True)
 _screen = threading.Lock()  # of the one live display that a terminal has
@@ -51,14 +52,7 @@ def connected(
     """:func:`sordino.client.connect` with progress bars; closes the session at the end."""
     from sordino.client.session import connect
 
-    try:
-        token = os.environ.get("SORDINO_TOKEN") or None
-        if token_file:
-            # Bytes that are no text become characters that no token has.
-            token = token_file.read_text("utf-8", "replace").strip()
-    except (OSError, ValueError) as error:  # the latter of a name with a NUL
-        why = getattr(error, "strerror", None) or error
-        raise AuthError(f"the token file {token_file} cannot be read: {why}") from error
+    token = _token(token_file, "SORDINO_TOKEN")
     passphrase = None
     if seal and protocol not in ("masked", "auto"):
         raise PoolSealedError(f"--seal is for a pool of masks, and protocol {protocol} has none: leave it out")
@@ -84,6 +78,50 @@ def connected(
             )
         with link.session:
             yield link
+
+
+@contextmanager
+def shared(
+    server: str,
+    *,
+    ca: Path | None,
+    token_file: Path | None,
+    dealer: str | None,
+    dealer_ca: Path | None,
+    dealer_token_file: Path | None,
+    **more: Any,
+) -> Iterator[TwoPartyConnected]:
+    """:func:`sordino.client.twoparty.connect.connect` with progress bars; closes the session at the end."""
+    from sordino.client.twoparty.connect import connect
+
+    dealer_token = _token(dealer_token_file, "SORDINO_DEALER_TOKEN")
+    if not dealer or not dealer_token:
+        raise AuthError("profile two-party needs a dealer that both sides trust: --dealer and --dealer-token-file")
+    with progress_bar("products ahead") as on_provision:
+        with progress_bar("client bundle", DownloadColumn()) as on_bundle:
+            link = connect(
+                server,
+                token=_token(token_file, "SORDINO_TOKEN"),
+                ca=ca,
+                dealer=dealer,
+                dealer_ca=dealer_ca,
+                dealer_token=dealer_token,
+                on_bundle=on_bundle,
+                on_provision=on_provision,
+                **more,
+            )
+        with link.session:
+            yield link
+
+
+def _token(file: Path | None, variable: str) -> str | None:
+    """From the file, if there is one, or else from the environment."""
+    try:
+        # Bytes that are no text become characters that no token has.
+        return file.read_text("utf-8", "replace").strip() if file else os.environ.get(variable) or None
+    except (OSError, ValueError) as error:  # the latter of a name with a NUL
+        why = getattr(error, "strerror", None) or error
+        raise AuthError(f"the token file {file} cannot be read: {why}") from error
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sordino.client.interrupts import interrupts
-from sordino.client.transport import Call, Connection, Watchdog, next_answer
+from sordino.client.transport import Call, Connection, Traffic, Watchdog, next_answer
 from sordino.client.twoparty.linear import WordKey
 from sordino.proto.v1 import dealer_pb2 as deal_pb
 from sordino.proto.v1 import sordino_pb2 as pb
@@ -72,6 +72,7 @@ class PartySession:
         opening = pb.Open(fingerprint=connection.manifest.fingerprint, protocol=pb.PROTOCOL_TWO_PARTY)
         self._call: Call[pb.ComputeResponse] = connection.open_compute(iter(self._outgoing.get, None))
         self._closed = False
+        self._phase = "online"  # that traffic is counted as
         self._put(pb.ComputeRequest(open=opening))
         self.plan = Plan.from_json(self._next("plan").plan.plan)
         self._model = Model.of(self.plan, tensors)
@@ -93,13 +94,17 @@ class PartySession:
     # -- made ahead --------------------------------------------------------------------------------------------------
 
     @property
-    def rows_left(self) -> int:
-        """For how many rows products have been made."""
+    def traffic(self) -> Traffic:
+        return self._connection.traffic
+
+    @property
+    def masks_left(self) -> int:
+        """For how many rows products have been made, and not used."""
         return min(len(rows) for rows in self._rows.values())
 
     def provision(self, rows: int, progress: Progress | None = None) -> None:
         """Makes products ahead for so many more rows of every matrix."""
-        start = time.perf_counter()
+        start, self._phase = time.perf_counter(), "ahead"
         for done, (layer, matrix) in enumerate(self._rows):
             inputs, outputs = self._sizes(matrix)
             shape = word_shape(rows, inputs, outputs)
@@ -122,6 +127,7 @@ class PartySession:
             if progress is not None:
                 progress(done + 1, len(self._rows))
         self.spent.ahead_s += time.perf_counter() - start
+        self._phase = "online"
 
     def _sizes(self, matrix: int) -> tuple[int, int]:
         """Inputs and outputs."""
@@ -153,7 +159,7 @@ class PartySession:
         parts, counters = [], list(kept)
         for start in range(0, len(rows), MOST_ROWS):
             some = rows[start : start + MOST_ROWS]
-            while self.rows_left < len(some):
+            while self.masks_left < len(some):
                 self.provision(BLOCK_ROWS)
             hidden, new = self._pass(some, counters)
             parts.append(hidden)
@@ -210,10 +216,12 @@ class PartySession:
     def _put(self, request: pb.ComputeRequest) -> None:
         if self._closed:
             raise SessionLostError("the session is closed")
+        self.traffic.count(self._phase, up=request.ByteSize())
         self._outgoing.put(request)
 
     def _next(self, kind: str) -> pb.ComputeResponse:
         answer = next_answer(self._call, self._watchdog)
+        self.traffic.count(self._phase, down=answer.ByteSize())
         if answer.WhichOneof("kind") != kind:
             raise IntegrityError(f"the server sent another kind of message where {kind!r} belongs")
         return answer

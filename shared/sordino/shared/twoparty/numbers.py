@@ -107,7 +107,7 @@ def bounds(shape: Shape, qkv: F64, norm1: F64, gate_up: F64, norm2: F64) -> Boun
     q_rows, k_rows = shape.heads * shape.head, shape.groups * shape.head
     q = after[:q_rows].reshape(shape.heads, shape.head, -1)
     k = after[q_rows : q_rows + k_rows].reshape(shape.groups, shape.head, -1)
-    norms_q, norms_k = np.linalg.norm(q, 2, axis=(1, 2)), np.linalg.norm(k, 2, axis=(1, 2))
+    norms_q, norms_k = _spectral(q), _spectral(k)
     scores = norms_q * np.repeat(norms_k, shape.heads // shape.groups) * root**2 / math.sqrt(shape.head)
     rows = root * np.linalg.norm(gate_up * norm2, axis=1)
     return Bounds(
@@ -116,6 +116,12 @@ def bounds(shape: Shape, qkv: F64, norm1: F64, gate_up: F64, norm2: F64) -> Boun
         value=float(root * np.linalg.norm(after[q_rows + k_rows :], axis=1).max()),
         score=float(scores.max()),
     )
+
+
+def _spectral(matrices: F64) -> F64:
+    """Largest singular value of each of ``[n, rows, columns]``, of few rows: faster by their products than by an SVD."""
+    out: F64 = np.sqrt(np.linalg.eigvalsh(matrices @ matrices.transpose(0, 2, 1))[:, -1])
+    return out
 
 
 def integers(values: F64) -> U64:
