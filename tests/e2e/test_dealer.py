@@ -299,7 +299,7 @@ def _drain(source: PassSource) -> None:
 
 
 def test_sigterm_lets_a_running_pass_end_and_stops(tmp_path: Path) -> None:
-    with DealerProcess(tmp_path) as process, Parties(process, retry_s=0.2) as both:
+    with DealerProcess(tmp_path, "--grace", "60") as process, Parties(process, retry_s=0.2) as both:
         points, words = by_hand(both.keys, PLAN, 0, 1, [0])
         source = both.streams[SERVER].ask(wanted(0, 1, 0))
         assert read(source, len(points), len(words) // 8) == (points, words)
