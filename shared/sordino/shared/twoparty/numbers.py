@@ -119,7 +119,7 @@ def bounds(shape: Shape, qkv: F64, norm1: F64, gate_up: F64, norm2: F64) -> Boun
 
 
 def _spectral(matrices: F64) -> F64:
-    """Largest singular value of each of ``[n, rows, columns]``, of few rows: faster by their products than by an SVD."""
+    """Largest singular value of each of ``[n, rows, columns]``, of few rows: faster by products than by an SVD."""
     out: F64 = np.sqrt(np.linalg.eigvalsh(matrices @ matrices.transpose(0, 2, 1))[:, -1])
     return out
 
