@@ -38,7 +38,7 @@ from sordino.shared.manifest import ModelManifest
 Layers = tuple[int, int] | None
 
 # What `sordino serve` imports, and what its agent of several ranks does before it starts them.
-RANK: Final = "import sordino.shared.cli as cli; cli.build(); import torch, sordino.server.app, sordino.server.logs"
+RANK: Final = "import sordino.shared.cli as cli; cli.build(); import torch, sordino.server.app, sordino.shared.logs"
 AGENT: Final = f"{RANK}, sordino.server.launch"
 _PARTS: Final = ("manifest", "files", "slices", "map", "bounds", "kernel", "test")
 

@@ -21,6 +21,7 @@ from sordino.dealer.sessions import Limits, Sessions
 from sordino.proto.v1 import dealer_pb2_grpc as pb_grpc
 from sordino.shared import address
 from sordino.shared.errors import AuthError, SordinoError
+from sordino.shared.logs import keep_strangers_out
 from sordino.shared.tls import TlsFiles
 from sordino.shared.transport import channel_options
 
@@ -68,6 +69,7 @@ def run(config: DealerConfig, *, ready: Callable[[int], None]) -> None:
     Raises:
         SordinoError: the port cannot be had.
     """
+    keep_strangers_out()
     with ThreadPoolExecutor(config.threads, thread_name_prefix="deal") as threads:
         asyncio.run(_serve(config, Sessions(config.limits, threads), ready))
 

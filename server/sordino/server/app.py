@@ -23,7 +23,6 @@ from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server import parallel
 from sordino.server.calls import CallInterceptor
 from sordino.server.health import DEAF, DRAINING, LOADING, RANK, TOKENS, Readiness, SelfCheck, pages
-from sordino.server.logs import keep_strangers_out
 from sordino.server.metrics import Metrics
 from sordino.server.provision import few_arenas, return_memory
 from sordino.server.service import SERVICE_NAME, Limits, SordinoService
@@ -32,6 +31,7 @@ from sordino.server.twoparty.session import TwoPartyModel
 from sordino.shared import address
 from sordino.shared.auth import TokenFile
 from sordino.shared.errors import AuthError, SordinoError
+from sordino.shared.logs import keep_strangers_out
 from sordino.shared.tls import TlsFiles
 from sordino.shared.transport import channel_options
 from sordino.shared.twoparty.source import Dealer

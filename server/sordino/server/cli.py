@@ -175,13 +175,13 @@ def serve(
 
     from sordino.server.app import ServerConfig, work
     from sordino.server.app import serve as run
-    from sordino.server.logs import use_json
     from sordino.server.pagestore import Policy
     from sordino.server.parallel import LOCAL_RANK, RANK
     from sordino.server.service import Limits
     from sordino.shared import address
     from sordino.shared.auth import TokenFile
     from sordino.shared.files import replace
+    from sordino.shared.logs import use_json
     from sordino.shared.manifest import ModelManifest
     from sordino.shared.tls import TlsFiles, make_certificates
 

@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from sordino.server.logs import fields
+from sordino.shared.logs import fields
 
 log = logging.getLogger(__name__)
 Kind: TypeAlias = Literal["masked", "rlwe", "masks", "attention"]

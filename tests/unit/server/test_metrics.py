@@ -25,11 +25,11 @@ from rich.console import Console
 from sordino.server import app, health
 from sordino.server.health import KERNEL, LOADING, STUCK, Readiness, SelfCheck, pages
 from sordino.server.kernel import Int8Kernel
-from sordino.server.logs import JsonFormatter, fields, use_json
 from sordino.server.metrics import OTHERS, Metrics
 from sordino.server.service import SERVICE_NAME, Limits, SordinoService
 from sordino.server.store import MatrixStore
 from sordino.shared.errors import BundleError, SordinoError
+from sordino.shared.logs import JsonFormatter, fields, use_json
 from sordino.shared.ring import P
 
 
