@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.server.calls import Call
 from sordino.server.twoparty.session import PartySession, StreamLink, TwoPartyModel
-from sordino.shared.errors import ProtocolError
+from sordino.shared.errors import LimitError, ProtocolError, SessionLostError, TransportError
 from sordino.shared.twoparty.dealt import Dealt
 from sordino.shared.twoparty.source import Dealer
 
 InThread: TypeAlias = Callable[..., Awaitable[Any]]
 
+# Answers that have not gone out. Parties of a pass are never more than two messages apart.
+_UNREAD: Final = 8
+
 
 async def compute(model: TwoPartyModel, dealer: Dealer, requests: Call, call: Call, in_thread: InThread) -> None:
-    """Serves one session, after its first message, until its client ends the stream.
+    """Serves one session, after its first message, until its client ends the stream. A session whose stream ends, for
+    whatever reason, is over.
 
     Raises:
         SordinoError: the session cannot be joined, or a request does not fit.
@@ -29,33 +33,59 @@ async def compute(model: TwoPartyModel, dealer: Dealer, requests: Call, call: Ca
         return
     if first.WhichOneof("kind") != "session":
         raise ProtocolError("the second message of a stream names the session at the dealer")
-    if not hmac.compare_digest(first.session.digest, model.public.digest()):
+    if not hmac.compare_digest(first.session.digest, model.digest):
         raise ProtocolError("the client has other public numbers than this server: their shares would add up to noise")
-    dealing = await in_thread(Dealt.joined, dealer, first.session.session, model.fingerprint, model.plan)
+    joined: list[Dealt] = []  # also by a thread whose call has ended meanwhile
+    passes: list[asyncio.Future[None]] = []
+
+    def join() -> None:
+        joined.append(Dealt.joined(dealer, first.session.session, model.fingerprint, model.plan))
+
     try:
-        session = PartySession(model, dealing, first.session.public_key)
+        await in_thread(join)
+        session = PartySession(model, joined[0], first.session.public_key)
         await call.write(pb.ComputeResponse(joined=True))
-        await _serve(session, requests, call, in_thread)
+        await _serve(session, requests, call, in_thread, passes)
+    except SessionLostError as error:  # which to a client would mean its own with this server
+        raise TransportError(f"of the session at the dealer: {error}") from None
     finally:
-        await in_thread(dealing.close)
+        for dealing in joined:
+            await in_thread(dealing.close)  # wakes a pass that waits for it
+        await asyncio.gather(*passes, return_exceptions=True)
 
 
-async def _serve(session: PartySession, requests: Call, call: Call, in_thread: InThread) -> None:
+async def _serve(
+    session: PartySession, requests: Call, call: Call, in_thread: InThread, passes: list[asyncio.Future[None]]
+) -> None:
+    """``passes`` holds the one that is under way, if there is one."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    outgoing: asyncio.Queue[pb.ComputeResponse] = asyncio.Queue()
+    outgoing: asyncio.Queue[pb.ComputeResponse] = asyncio.Queue(_UNREAD)
     failures: list[BaseException] = []
     link: StreamLink | None = None
-    running: asyncio.Future[None] | None = None
+
+    def fail(error: BaseException) -> None:
+        failures.append(error)
+        if task is not None:
+            task.cancel()
 
     def ended(job: asyncio.Future[None]) -> None:
         if not job.cancelled() and (error := job.exception()) is not None:
-            failures.append(error)
-            if task is not None:
-                task.cancel()
+            fail(error)
+
+    def send(words: bytes) -> None:
+        try:
+            outgoing.put_nowait(pb.ComputeResponse(words=words))
+        except asyncio.QueueFull:
+            fail(LimitError(f"the client has left {_UNREAD} answers unread"))
 
     async def write() -> None:
         while True:
             await call.write(await outgoing.get())
+
+    async def forward(wanted: Any, link: StreamLink) -> None:
+        share = await in_thread(session.forward, wanted, link)
+        passes.clear()  # before the client can know, who asks for the next one then
+        send(share)
 
     writer = asyncio.ensure_future(write())
     writer.add_done_callback(ended)
@@ -63,26 +93,28 @@ async def _serve(session: PartySession, requests: Call, call: Call, in_thread: I
         async for request in requests:
             kind = request.WhichOneof("kind")
             if kind == "words":
-                if link is None:
+                if link is None or not passes:
                     raise ProtocolError("words of no pass: a pass begins with its numbers")
                 link.put(request.words)
+            elif kind not in ("forward", "products"):
+                raise ProtocolError("a request of a session holds products, a pass or words, this one none of them")
+            elif passes:
+                raise ProtocolError("a pass begins, or products are made, when the pass before has ended")
             elif kind == "forward":
-                if running is not None and not running.done():
-                    raise ProtocolError("a pass begins when the one before has ended")
-                link = StreamLink(loop, outgoing.put_nowait)
-                running = asyncio.ensure_future(in_thread(session.forward, request.forward, link))
-                running.add_done_callback(ended)
-            elif kind == "products":
+                link = StreamLink(loop, send)
+                passes.append(asyncio.ensure_future(forward(request.forward, link)))
+                passes[0].add_done_callback(ended)
+            else:
                 answers = session.products(request.products)
                 while (answer := await in_thread(next, answers, None)) is not None:
-                    outgoing.put_nowait(pb.ComputeResponse(answers=answer))
-            else:
-                raise ProtocolError("a request of a session holds products, a pass or words, this one none of them")
+                    await outgoing.put(pb.ComputeResponse(answers=answer))
     except asyncio.CancelledError:
         if failures:
             raise failures[0] from None
         raise
     finally:
+        for job in (writer, *passes):
+            job.remove_done_callback(ended)  # what comes now has another cause
         writer.cancel()
         if link is not None:
             link.put(None)

@@ -38,10 +38,14 @@ F64 = NDArray[np.float64]
 
 # Rows of masked products that a client may have made ahead, of each matrix.
 _MOST_ROWS: Final = 4096
+# Of a pass: its memory grows with rows times positions. A client's passes have 32.
+_MOST_PASS: Final = 128
+# Messages of a pass that it has not come to. A client's are never more than four ahead.
+_MOST_AHEAD: Final = 8
 
 
 class TwoPartyModel:
-    """What a server has for all sessions: the plan, the public integers, and its matrices.
+    """What a server has for all sessions: the plan, the public integers and their digest, and its matrices.
 
     Raises:
         UnsupportedModelError: the model is of another kind, or only a part of it is here.
@@ -70,6 +74,7 @@ class TwoPartyModel:
         self.fingerprint = store.manifest.fingerprint
         self.plan = Plan(shape, tuple(sizes))
         self.public = Model.of(self.plan, tensors)
+        self.digest = self.public.digest()
 
     def matrix(self, layer: int, number: int) -> WordMatrix:
         """
@@ -98,17 +103,23 @@ def _bounds(shape: Shape, tensors: dict[str, NDArray[np.float32]], prefix: str, 
 class StreamLink:
     """Messages of a pass, between the loop that has the stream and the thread that computes."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[pb.ComputeResponse], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], None]) -> None:
         self._loop = loop
         self._send = send
         self._came: SimpleQueue[bytes | None] = SimpleQueue()
 
     def put(self, message: bytes | None) -> None:
-        """From the loop: what the client sent, None for its end."""
+        """From the loop: what the client sent, None for its end.
+
+        Raises:
+            LimitError: the client goes on without waiting for what it needs next.
+        """
+        if message is not None and self._came.qsize() >= _MOST_AHEAD:
+            raise LimitError(f"{_MOST_AHEAD} messages of words wait for the pass to come to them: wait for its answers")
         self._came.put(message)
 
     def send(self, message: bytes) -> None:
-        self._loop.call_soon_threadsafe(self._send, pb.ComputeResponse(words=message))
+        self._loop.call_soon_threadsafe(self._send, message)
 
     def receive(self) -> bytes:
         message = self._came.get()
@@ -165,28 +176,33 @@ class PartySession:
                 masks += list(np.concatenate(parts, axis=1)[: request.rows])
             yield pb.WordAnswers(ciphertexts=message, last=done)
 
-    def forward(self, wanted: deal_pb.Pass, link: StreamLink) -> None:
-        """One pass; its last message is the server's share of the hidden states.
+    def forward(self, wanted: deal_pb.Pass, link: StreamLink) -> bytes:
+        """One pass; returns its last message, the server's share of the hidden states.
 
         Raises:
-            ProtocolError: the pass does not fit what went before. SordinoError: of the dealer.
+            ProtocolError: the pass does not fit what went before. LimitError: it has too many rows.
+            SessionLostError: the client goes in the middle. SordinoError: of the dealer.
         """
+        if wanted.rows > _MOST_PASS:
+            raise LimitError(f"a pass of {wanted.rows} rows: it has at most {_MOST_PASS}, send them in several")
+        ahead = min(
+            len(self._masks.get((layer, matrix), ()))
+            for layer in range(self._model.plan.shape.layers)
+            for matrix in range(len(MATRICES))
+        )
+        if wanted.rows > ahead:
+            raise ProtocolError(f"a pass of {wanted.rows} rows, and {ahead} were made ahead: ask for products first")
         new = self._counters.extend(self._cache, wanted, self._dealing.key, self._model.plan.shape)
         tape = Tape(SERVER, self._dealing.key, wanted.number, self._dealing.ask(wanted))
         party = Party(tape, link)
         x = np.zeros((wanted.rows, self._model.plan.shape.d), np.uint64)
         hidden, outside = forward(party, self._model.public, self, self._cache, new, x)
-        party.send(np.concatenate([outside, hidden.reshape(-1)]))
+        return np.concatenate([outside, hidden.reshape(-1)]).astype("<u8", copy=False).tobytes()
 
     def product(self, party: Party, layer: int, matrix: int, x: U64) -> U64:
         """See :class:`sordino.shared.twoparty.forward.Linear`."""
-        masks = self._masks.get((layer, matrix), [])
-        if len(masks) < len(x):
-            raise ProtocolError(f"a pass of {len(x)} rows, and {len(masks)} were made ahead: ask for products first")
+        masks = self._masks[layer, matrix]
         used = np.stack(masks[: len(x)])
         del masks[: len(x)]
         u = party.receive(x.size).reshape(x.shape)
         return self._model.matrix(layer, matrix).product(u + x) - used
-
-    def close(self) -> None:
-        self._dealing.close()
