@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from queue import SimpleQueue
 from typing import Final
@@ -18,7 +20,7 @@ from sordino.client.transport import Call, Connection, Traffic, Watchdog, next_a
 from sordino.client.twoparty.linear import WordKey
 from sordino.proto.v1 import dealer_pb2 as deal_pb
 from sordino.proto.v1 import sordino_pb2 as pb
-from sordino.shared.errors import IntegrityError, LimitError, RangeError, SessionLostError
+from sordino.shared.errors import IntegrityError, LimitError, RangeError, SessionLostError, TransportError
 from sordino.shared.twoparty import numbers as nb
 from sordino.shared.twoparty.dealt import Dealt
 from sordino.shared.twoparty.forward import HIDDEN, MATRICES, Cache, Model, forward
@@ -36,6 +38,8 @@ Progress = Callable[[int, int], None]
 MOST_ROWS: Final = 32  # of a pass; a longer prompt goes in several
 BLOCK_ROWS: Final = 32  # that are made ahead at a time
 _LARGEST: Final = 2.0**15  # of an embedding's entries
+_CLOSED: Final = "the session is closed"
+_BROKEN: Final = "the session broke in something before: connect anew, nothing of it can be used again"
 
 
 class Spent(Count):
@@ -56,6 +60,9 @@ class Spent(Count):
 class PartySession:
     """One session: its stream to the server, its place at the dealer, and this side's shares. A context manager.
 
+    Threads take turns. What ends in the middle, by an error or by Ctrl-C, ends the session, on both sides: what the two
+    have of a cache or of products ahead need not fit together any more.
+
     Args:
         connection, dealer: from here on the session's, which closes them.
         tensors: of the client bundle.
@@ -65,24 +72,23 @@ class PartySession:
     """
 
     def __init__(self, connection: Connection, tensors: dict[str, NDArray[np.float32]], dealer: Dealer) -> None:
-        self._connection, self._dealer = connection, dealer
+        self._connection = connection
         self._outgoing: SimpleQueue[pb.ComputeRequest | None] = SimpleQueue()
         self._watchdog = Watchdog(connection.timeout_s)
-        self.spent = Spent()
-        opening = pb.Open(fingerprint=connection.manifest.fingerprint, protocol=pb.PROTOCOL_TWO_PARTY)
-        self._call: Call[pb.ComputeResponse] = connection.open_compute(iter(self._outgoing.get, None))
+        self._turn = threading.RLock()
+        self._over = ""
         self._closed = False
         self._phase = "online"  # that traffic is counted as
-        self._put(pb.ComputeRequest(open=opening))
-        self.plan = Plan.from_json(self._next("plan").plan.plan)
-        self._model = Model.of(self.plan, tensors)
-        self._dealing = Dealt.begun(dealer, connection.manifest.fingerprint, self.plan)
-        self._key = WordKey(parallel=(os.cpu_count() or 1) > 1)
-        session = pb.PartySession(
-            session=self._dealing.session, digest=self._model.digest(), public_key=self._key.public
-        )
-        self._put(pb.ComputeRequest(session=session))
-        self._next("joined")
+        self._held = ExitStack()
+        self._held.callback(connection.close)
+        self._held.callback(dealer.close)
+        self.spent = Spent()
+        self._call: Call[pb.ComputeResponse] = connection.open_compute(iter(self._outgoing.get, None))
+        try:
+            self._open(dealer, tensors)
+        except BaseException:
+            self.close()
+            raise
         self._cache = Cache.empty(self.plan.shape)
         self._counters = Counters()
         self._next_pass = self._next_row = 0
@@ -90,6 +96,21 @@ class PartySession:
         self._rows: dict[tuple[int, int], deque[tuple[U64, U64]]] = {
             (layer, matrix): deque() for layer in range(self.plan.shape.layers) for matrix in range(len(MATRICES))
         }
+
+    def _open(self, dealer: Dealer, tensors: dict[str, NDArray[np.float32]]) -> None:
+        fingerprint = self._connection.manifest.fingerprint
+        opening = pb.Open(fingerprint=fingerprint, protocol=pb.PROTOCOL_TWO_PARTY)
+        self._put(pb.ComputeRequest(open=opening))
+        self.plan = Plan.from_json(self._next("plan").plan.plan)
+        self._model = Model.of(self.plan, tensors)
+        self._dealing = Dealt.begun(dealer, fingerprint, self.plan)
+        self._held.callback(self._dealing.close)
+        self._key = WordKey(parallel=(os.cpu_count() or 1) > 1)
+        session = pb.PartySession(
+            session=self._dealing.session, digest=self._model.digest(), public_key=self._key.public
+        )
+        self._put(pb.ComputeRequest(session=session))
+        self._next("joined")
 
     # -- made ahead --------------------------------------------------------------------------------------------------
 
@@ -103,7 +124,15 @@ class PartySession:
         return min(len(rows) for rows in self._rows.values())
 
     def provision(self, rows: int, progress: Progress | None = None) -> None:
-        """Makes products ahead for so many more rows of every matrix."""
+        """Makes products ahead for so many more rows of every matrix.
+
+        Raises:
+            SessionLostError: the session is over, or is now. SordinoError: of the server; it is over now.
+        """
+        with self._turn_of_one():
+            self._provision(rows, progress)
+
+    def _provision(self, rows: int, progress: Progress | None) -> None:
         start, self._phase = time.perf_counter(), "ahead"
         for done, (layer, matrix) in enumerate(self._rows):
             inputs, outputs = self._sizes(matrix)
@@ -151,22 +180,29 @@ class PartySession:
         Raises:
             RangeError: an activation left the domain of a table; the cache is as before.
             LimitError: too many rows for a cache.
+            SessionLostError: the session is over, or is now. SordinoError: of server or dealer; it is over now.
         """
         if not np.isfinite(rows).all() or np.abs(rows).max(initial=0.0) >= _LARGEST:
             raise RangeError("an embedded row has entries that are no numbers, or too large: nothing was sent")
         if len(kept) + len(rows) > min(nb.LONGEST, self.plan.shape.positions):
             raise LimitError(f"{len(kept) + len(rows)} positions: a session of profile two-party has {nb.LONGEST}")
         parts, counters = [], list(kept)
-        for start in range(0, len(rows), MOST_ROWS):
-            some = rows[start : start + MOST_ROWS]
-            while self.masks_left < len(some):
-                self.provision(BLOCK_ROWS)
-            hidden, new = self._pass(some, counters)
-            parts.append(hidden)
-            counters += new
+        with self._turn:
+            for start in range(0, len(rows), MOST_ROWS):
+                some = rows[start : start + MOST_ROWS]
+                while self.masks_left < len(some):
+                    self.provision(BLOCK_ROWS)
+                with self._turn_of_one():
+                    hidden, outside = self._pass(some, counters)
+                if outside:
+                    self._cache.crop(len(counters))
+                    raise RangeError("an activation left the domain that this profile can compute: no token came of it")
+                parts.append(hidden)
+                counters += self._cache.counters[-len(some) :]
         return np.concatenate(parts), counters[len(kept) :]
 
-    def _pass(self, rows: F64, kept: Sequence[int]) -> tuple[F64, list[int]]:
+    def _pass(self, rows: F64, kept: Sequence[int]) -> tuple[F64, int]:
+        """Hidden states, and how many wires left their domain."""
         start = time.perf_counter()
         shape, count = self.plan.shape, len(rows)
         wanted = deal_pb.Pass(number=self._next_pass, rows=count, first_counter=self._next_row, kept=ranges(kept))
@@ -180,11 +216,8 @@ class PartySession:
         hidden, outside = forward(party, self._model, self, self._cache, new, x)
         theirs = party.receive(1 + hidden.size)
         self._add(party.count, time.perf_counter() - start)
-        if int((outside + theirs[:1])[0]):
-            self._cache.crop(len(kept))
-            raise RangeError("an activation left the domain that this profile can compute: no token came of it")
         words = hidden + theirs[1:].reshape(hidden.shape)
-        return words.view(np.int64) * (2.0**-HIDDEN * shape.d**0.5), self._cache.counters[new.start :]
+        return words.view(np.int64) * (2.0**-HIDDEN * shape.d**0.5), int((outside + theirs[:1])[0])
 
     def _add(self, count: Count, seconds: float) -> None:
         spent = self.spent
@@ -203,6 +236,22 @@ class PartySession:
         party.send(x - np.stack([r for r, _ in used]))
         return np.stack([c for _, c in used])
 
+    @contextmanager
+    def _turn_of_one(self) -> Iterator[None]:
+        """For what both sides must bring to its end."""
+        with self._turn:
+            if self._over:
+                raise SessionLostError(self._over)
+            try:
+                yield
+            except BaseException as error:
+                closed, self._over = self._closed, self._over or _BROKEN
+                self.close()
+                if isinstance(error, TransportError):
+                    text = _CLOSED if closed else f"the session broke and is over, connect anew: {error}"
+                    raise SessionLostError(text) from None
+                raise
+
     # -- the stream --------------------------------------------------------------------------------------------------
 
     def send(self, message: bytes) -> None:
@@ -215,29 +264,28 @@ class PartySession:
 
     def _put(self, request: pb.ComputeRequest) -> None:
         if self._closed:
-            raise SessionLostError("the session is closed")
+            raise SessionLostError(_CLOSED)
         self.traffic.count(self._phase, up=request.ByteSize())
         self._outgoing.put(request)
 
     def _next(self, kind: str) -> pb.ComputeResponse:
-        answer = next_answer(self._call, self._watchdog)
+        with interrupts:
+            answer = next_answer(self._call, self._watchdog)
         self.traffic.count(self._phase, down=answer.ByteSize())
         if answer.WhichOneof("kind") != kind:
             raise IntegrityError(f"the server sent another kind of message where {kind!r} belongs")
         return answer
 
     def close(self) -> None:
-        """Ends the session, at the server and at the dealer."""
+        """Ends the session, at the server and at the dealer, and what another thread does in it."""
         if self._closed or not self._connection.owner.here():
             return
         with interrupts:
-            self._closed = True
+            self._closed, self._over = True, self._over or _CLOSED
             self._outgoing.put(None)
             self._call.cancel()
             self._watchdog.close()
-            self._dealing.close()
-            self._dealer.close()
-            self._connection.close()
+            self._held.close()
 
     def __enter__(self) -> PartySession:
         return self
