@@ -53,6 +53,7 @@ def add(app: typer.Typer) -> None:
     bench.command("decode")(bench_decode)
     bench.command("linear")(bench_linear)
     bench.command("serve")(bench_serve)
+    bench.command("block")(bench_block)
     app.add_typer(bench, name="bench")
     audit = typer.Typer(no_args_is_help=True, help="What a server, or the wire, can see.")
     audit.command("wire")(audit_wire)
@@ -498,6 +499,26 @@ def bench_serve(
         synthetic=synthetic,
         concurrency=_numbers("--concurrency", concurrency),
         tokens=tokens,
+        repeats=repeats,
+        json_path=json_path,
+        console=console,
+    )
+
+
+def bench_block(
+    bundle: Annotated[Path, typer.Option(help="Folder made by `sordino split`.")] = Path(".demo/bundle"),
+    protocols: Annotated[str, typer.Option(help="mpc (profile two-party), crypten; in a checkout.")] = "mpc,crypten",
+    context: Annotated[int, typer.Option(help="Rows that the new one sees, itself among them.", min=2)] = 64,
+    repeats: Annotated[int, typer.Option(help="Passes of each protocol.", min=1)] = 20,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """One transformer block on shares, by profile two-party and by CrypTen: time, rounds, bytes, error."""
+    from sordino.client.bench_block import run_block
+
+    run_block(
+        bundle,
+        protocols=[name.strip() for name in protocols.split(",") if name.strip()],
+        context=context,
         repeats=repeats,
         json_path=json_path,
         console=console,
