@@ -16,10 +16,12 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sordino.dealer.layers import PassMaker
 from sordino.proto.v1 import dealer_pb2 as pb
 from sordino.proto.v1 import dealer_pb2_grpc as pb_grpc
+from sordino.shared.auth import TokenFile
 from sordino.shared.errors import (
     AuthError,
     FingerprintError,
@@ -317,6 +319,30 @@ def test_a_silent_party_costs_the_other_a_clear_limit_and_the_dealer_no_more(tmp
         # The server's stream waits in silence until the session ends.
         with both.streams[SERVER].changed, pytest.raises(SessionLostError, match="used the session for too long"):
             both.streams[SERVER].wait(lambda: False)
+
+
+def test_health_needs_no_token(process: DealerProcess) -> None:
+    credentials = grpc.ssl_channel_credentials((process.state / "ca.pem").read_bytes())
+    with grpc.secure_channel(f"127.0.0.1:{process.port}", credentials) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = stub.Check(health_pb2.HealthCheckRequest(service="sordino.proto.v1.Dealer"), timeout=20)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):  # it would have no end
+            next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=20))
+
+
+def test_a_token_that_is_withdrawn_ends_its_sessions(process: DealerProcess) -> None:
+    file = TokenFile(process.state / "client" / "tokens.json")
+    token = file.issue("guest")
+    with Dealer(f"grpcs://127.0.0.1:{process.port}", process.state / "ca.pem", token) as dealer:
+        session, _ = dealer.begin("model", PLAN)
+        with dealer.stream(session, CLIENT) as stream:
+            stream.ask(wanted(0, 1, 0)).points(1)
+            file.revoke("guest")
+            with stream.changed, pytest.raises(SessionLostError, match="withdrawn"):
+                stream.wait(lambda: False)
+        with pytest.raises(AuthError):
+            dealer.begin("model", PLAN)
 
 
 def test_without_tls_only_on_loopback_and_tokens_always(tmp_path: Path) -> None:

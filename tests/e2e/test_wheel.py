@@ -92,7 +92,7 @@ def test_metadata(wheel: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(("side", "other"), [("client", "server"), ("server", "client")])
+@pytest.mark.parametrize(("side", "other"), [("client", "server"), ("server", "client"), ("dealer", "server")])
 def test_one_side_works_without_the_other(wheel: Path, tmp_path: Path, side: str, other: str) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path, [n for n in archive.namelist() if not n.startswith(f"sordino/{other}/")])
