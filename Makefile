@@ -21,7 +21,7 @@ SOURCES := client dealer server shared tests examples bench notebooks
 BENCH_JSON ?= build/bench/decode.json
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo check protos check-protos test test-slow test-gpu test-peers bench bench-hybrid notebooks wheel clean
+.PHONY: help venv model demo check protos check-protos test test-slow test-gpu test-peers bench bench-block bench-hybrid notebooks wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -78,7 +78,8 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(PYTEST) -m gpu
 
 $(PEERS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[peers]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[peers,crypten]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps crypten  # see docs/dependencies.md
 	@touch $@
 
 test-peers: $(PEERS_STAMP)  ## the tests that compare with other frameworks, and with SEAL
@@ -90,6 +91,10 @@ $(BUNDLE)/manifest.json: | $(STAMP) model
 bench: $(STAMP) $(BUNDLE)/manifest.json  ## time of a token, masked and clear, beside transformers
 	@mkdir -p $(dir $(BENCH_JSON))
 	$(BIN)/sordino bench decode --bundle $(BUNDLE) --model $(MODEL) --protocols masked,clear --reference transformers --tokens 64 --json $(BENCH_JSON)
+
+bench-block: $(PEERS_STAMP) $(BUNDLE)/manifest.json  ## one transformer block on shares, beside CrypTen
+	@mkdir -p $(dir $(BENCH_JSON))
+	$(BIN)/sordino bench block --bundle $(BUNDLE) --protocols mpc,crypten --json $(dir $(BENCH_JSON))block.json
 
 $(HYBRID_VENV)/.stamp: bench/peers/concrete_ml/requirements.txt
 	"$(PYTHON)" -m venv $(HYBRID_VENV)
