@@ -53,6 +53,9 @@ class Ahead:
             return c
         return self._model.matrix(layer, matrix).product(party.receive(x.size).reshape(x.shape) + x) - s
 
+    def constant(self, party: Party, layer: int, matrix: int) -> Array:
+        return np.zeros(1, np.uint64) if party.index == CLIENT else self._model.constant(layer, matrix)
+
 
 class Both:
     """Both parties with their caches, and a dealer, for pass after pass."""

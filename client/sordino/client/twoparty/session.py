@@ -94,7 +94,7 @@ class PartySession:
         self._next_pass = self._next_row = 0
         # Of each matrix: rows r that nothing has been masked with, and c = W r + s of them.
         self._rows: dict[tuple[int, int], deque[tuple[U64, U64]]] = {
-            (layer, matrix): deque() for layer in range(self.plan.shape.layers) for matrix in range(len(MATRICES))
+            (layer, matrix): deque() for layer in range(self.plan.shape.layers) for matrix in MATRICES
         }
 
     def _open(self, dealer: Dealer, tensors: dict[str, NDArray[np.float32]]) -> None:
@@ -103,6 +103,8 @@ class PartySession:
         self._put(pb.ComputeRequest(open=opening))
         self.plan = Plan.from_json(self._next("plan").plan.plan)
         self._model = Model.of(self.plan, tensors)
+        last = tensors.get(f"{self.plan.shape.kind.last}.bias")
+        self._last_bias: F64 = np.zeros(1) if last is None else last.astype(np.float64)
         self._dealing = Dealt.begun(dealer, fingerprint, self.plan)
         self._held.callback(self._dealing.close)
         self._key = WordKey(parallel=(os.cpu_count() or 1) > 1)
@@ -135,7 +137,7 @@ class PartySession:
     def _provision(self, rows: int, progress: Progress | None) -> None:
         start, self._phase = time.perf_counter(), "ahead"
         for done, (layer, matrix) in enumerate(self._rows):
-            inputs, outputs = self._sizes(matrix)
+            inputs, outputs = self.plan.shape.matrix(matrix)
             shape = word_shape(rows, inputs, outputs)
             r = np.frombuffer(os.urandom(8 * rows * inputs), np.uint64).reshape(rows, inputs)
             requests = self._key.requests(r, shape)
@@ -158,17 +160,6 @@ class PartySession:
         self.spent.ahead_s += time.perf_counter() - start
         self._phase = "online"
 
-    def _sizes(self, matrix: int) -> tuple[int, int]:
-        """Inputs and outputs."""
-        shape = self.plan.shape
-        attended = shape.heads * shape.head
-        return (
-            (shape.d, attended + 2 * shape.groups * shape.head),
-            (attended, shape.d),
-            (shape.d, 2 * shape.inner),
-            (shape.inner, shape.d),
-        )[matrix]
-
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def forward(self, rows: F64, kept: Sequence[int]) -> tuple[F64, list[int]]:
@@ -186,6 +177,8 @@ class PartySession:
             raise RangeError("an embedded row has entries that are no numbers, or too large: nothing was sent")
         if len(kept) + len(rows) > min(nb.LONGEST, self.plan.shape.positions):
             raise LimitError(f"{len(kept) + len(rows)} positions: a session of profile two-party has {nb.LONGEST}")
+        if self.plan.shape.kind.centred:
+            rows = rows - rows.mean(axis=1, keepdims=True)
         parts, counters = [], list(kept)
         with self._turn:
             for start in range(0, len(rows), MOST_ROWS):
@@ -217,7 +210,7 @@ class PartySession:
         theirs = party.receive(1 + hidden.size)
         self._add(party.count, time.perf_counter() - start)
         words = hidden + theirs[1:].reshape(hidden.shape)
-        return words.view(np.int64) * (2.0**-HIDDEN * shape.d**0.5), int((outside + theirs[:1])[0])
+        return words.view(np.int64) * (2.0**-HIDDEN * shape.d**0.5) + self._last_bias, int((outside + theirs[:1])[0])
 
     def _add(self, count: Count, seconds: float) -> None:
         spent = self.spent
@@ -251,6 +244,11 @@ class PartySession:
                     text = _CLOSED if closed else f"the session broke and is over, connect anew: {error}"
                     raise SessionLostError(text) from None
                 raise
+
+    def constant(self, party: Party, layer: int, matrix: int) -> U64:
+        """See :class:`sordino.shared.twoparty.forward.Linear`: the server adds what biases add."""
+        del party, layer, matrix
+        return np.zeros(1, np.uint64)
 
     # -- the stream --------------------------------------------------------------------------------------------------
 

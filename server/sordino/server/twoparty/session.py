@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Final
@@ -26,9 +27,21 @@ from sordino.shared.errors import (
 )
 from sordino.shared.manifest import CLIENT_DIR
 from sordino.shared.twoparty.dealt import Dealt
-from sordino.shared.twoparty.forward import MATRICES, Cache, Model, forward
+from sordino.shared.twoparty.forward import DOWN, GATE_UP, MATRICES, OUT, QKV, Cache, Model, forward
 from sordino.shared.twoparty.lwe import messages, word_shape
-from sordino.shared.twoparty.numbers import Bounds, Plan, Shape, Sizes, bounds
+from sordino.shared.twoparty.numbers import (
+    NORMED,
+    RESIDUAL,
+    SUM,
+    Bounds,
+    Plan,
+    Shape,
+    Sizes,
+    biases,
+    bounds,
+    integers,
+    scales,
+)
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.passes import Counters
 from sordino.shared.twoparty.tape import SERVER, Tape
@@ -57,24 +70,29 @@ class TwoPartyModel:
         folder = store.bundle / CLIENT_DIR
         shape = Shape.of(json.loads((folder / "config.json").read_bytes()))
         tensors = load_file(folder / "client.safetensors")
-        if any(name.endswith(".bias") for name in tensors):
-            raise UnsupportedModelError("profile two-party knows no biases yet")
         groups = {group.name: i for i, group in enumerate(store.manifest.groups)}
         kernel = choose_kernel(store.device)
         self._matrices: list[list[WordMatrix]] = []
+        self._constants: list[list[U64]] = []
         sizes = []
         for layer in range(shape.layers):
-            prefix = f"model.layers.{layer}."
+            prefix = f"{shape.kind.prefix}{layer}."
             try:
-                weights = [store.whole[groups[prefix + name]].weights for name in MATRICES]
+                weights = [store.whole[groups[prefix + name]].weights for name in shape.kind.matrices]
             except KeyError as error:
                 raise UnsupportedModelError(f"profile two-party needs {error} as a matrix of its own") from None
             self._matrices.append([WordMatrix(one, kernel) for one in weights])
-            sizes.append(Sizes.of(prefix, _bounds(shape, tensors, prefix, weights)))
+            limits, constants = _layer(shape, tensors, prefix, [one.cpu().numpy() for one in weights])
+            sizes.append(Sizes.of(prefix, limits))
+            self._constants.append(constants)
         self.fingerprint = store.manifest.fingerprint
         self.plan = Plan(shape, tuple(sizes))
         self.public = Model.of(self.plan, tensors)
         self.digest = self.public.digest()
+
+    def constant(self, layer: int, number: int) -> U64:
+        """What biases add after a matrix, ``[out]``."""
+        return self._constants[layer][number]
 
     def matrix(self, layer: int, number: int) -> WordMatrix:
         """
@@ -86,18 +104,29 @@ class TwoPartyModel:
         return self._matrices[layer][number]
 
 
-def _bounds(shape: Shape, tensors: dict[str, NDArray[np.float32]], prefix: str, weights: list[torch.Tensor]) -> Bounds:
-    def real(matrix: torch.Tensor, *names: str) -> F64:
-        scales = np.concatenate([tensors[f"{prefix}{name}_proj.scale"] for name in names]).astype(np.float64)
-        out: F64 = matrix.cpu().numpy() * scales[:, None]
-        return out
-
-    norms = [
-        tensors[prefix + name].astype(np.float64)
-        for name in ("input_layernorm.weight", "post_attention_layernorm.weight")
+def _layer(
+    shape: Shape, tensors: dict[str, NDArray[np.float32]], prefix: str, weights: list[NDArray[np.int8]]
+) -> tuple[Bounds, list[U64]]:
+    """Bounds, and what biases add after each matrix: of the norm before it, times the matrix, and its own."""
+    kind, root = shape.kind, math.sqrt(shape.d)
+    norms = [tensors[f"{prefix}{name}.weight"].astype(np.float64) for name in kind.norms]
+    shifts = [tensors.get(f"{prefix}{name}.bias", np.zeros(shape.d)).astype(np.float64) for name in kind.norms]
+    by = [scales(tensors, prefix, modules) for modules in kind.modules]
+    own = [biases(tensors, prefix, modules) for modules in kind.modules]
+    qkv, gate_up = weights[QKV] * by[QKV][:, None], weights[GATE_UP] * by[GATE_UP][:, None]
+    added = qkv @ shifts[0] + own[QKV], gate_up @ shifts[1] + own[GATE_UP]
+    constants = [
+        integers(added[0] / (by[QKV] * root) * 2.0**NORMED),
+        integers(_taken_off(own[OUT], centred=kind.centred) * 2.0 ** (RESIDUAL + SUM)),
+        integers(added[1] / (by[GATE_UP] * root) * 2.0**NORMED),
+        integers(_taken_off(own[DOWN], centred=kind.centred) * 2.0 ** (RESIDUAL + SUM)),
     ]
-    qkv = real(weights[0], "self_attn.q", "self_attn.k", "self_attn.v")
-    return bounds(shape, qkv, norms[0], real(weights[2], "mlp.gate", "mlp.up"), norms[1])
+    return bounds(shape, qkv, norms[0], gate_up, norms[1], added), constants
+
+
+def _taken_off(bias: F64, *, centred: bool) -> F64:
+    """A bias of the residual, without its mean if that is to go."""
+    return bias - bias.mean() if centred else bias
 
 
 class StreamLink:
@@ -198,6 +227,11 @@ class PartySession:
         x = np.zeros((wanted.rows, self._model.plan.shape.d), np.uint64)
         hidden, outside = forward(party, self._model.public, self, self._cache, new, x)
         return np.concatenate([outside, hidden.reshape(-1)]).astype("<u8", copy=False).tobytes()
+
+    def constant(self, party: Party, layer: int, matrix: int) -> U64:
+        """See :class:`sordino.shared.twoparty.forward.Linear`."""
+        del party
+        return self._model.constant(layer, matrix)
 
     def product(self, party: Party, layer: int, matrix: int, x: U64) -> U64:
         """See :class:`sordino.shared.twoparty.forward.Linear`."""

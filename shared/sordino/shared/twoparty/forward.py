@@ -23,9 +23,7 @@ from sordino.shared.twoparty.tables import Curve, Exp, Gated, Highest, exp_table
 U64 = NDArray[np.uint64]
 Bool = NDArray[np.bool_]
 
-# The matrices of a layer, by their names in a bundle.
-MATRICES: Final = ("self_attn.q_proj+k_proj+v_proj", "self_attn.o_proj", "mlp.gate_proj+up_proj", "mlp.down_proj")
-QKV, OUT, GATE_UP, DOWN = range(4)
+QKV, OUT, GATE_UP, DOWN = MATRICES = range(4)  # of a layer
 _SUM: Final = np.uint64(nb.SUM)
 _ROOM: Final = 128  # rows of a new cache
 
@@ -35,6 +33,10 @@ class Linear(Protocol):
 
     def product(self, party: Party, layer: int, matrix: int, x: U64) -> U64:
         """``[rows, in]`` to ``[rows, out]``."""
+        ...
+
+    def constant(self, party: Party, layer: int, matrix: int) -> U64:
+        """A share of what biases add to a matrix's outputs, once they are normed, or to the residual."""
         ...
 
 
@@ -50,10 +52,11 @@ class Model:
         """SHA-256 of all public numbers, tables among them: shares of parties whose numbers differ add up to noise."""
         out = hashlib.sha256(self.plan.to_json())
         for layer, sizes in zip(self.layers, self.plan.sizes, strict=True):
-            for one in (layer.norm1, layer.norm2, layer.out, layer.gate, layer.up, layer.down):
+            means = [one for one in (layer.out_mean, layer.down_mean) if one is not None]
+            for one in (layer.norm1, layer.norm2, layer.out, layer.gate, layer.up, layer.down, *means):
                 out.update(one.tobytes())
             out.update(layer.turned.tobytes())
-            out.update(gate_table(nb.GATE_BITS, sizes.gate_cell).tobytes())
+            out.update(gate_table(nb.GATE_BITS, sizes.gate_cell, self.plan.shape.activation).tobytes())
         out.update(self.last_norm.tobytes())
         for table in (*rotary(self.plan.shape, np.arange(nb.LONGEST)), *exp_tables()):
             out.update(table.tobytes())
@@ -66,10 +69,9 @@ class Model:
         Raises:
             UnsupportedModelError: a tensor is missing: the model is of another kind.
         """
-        prefixes = [f"model.layers.{i}." for i in range(plan.shape.layers)]
         try:
-            layers = [Layer.of(plan.shape, sizes, tensors, p) for sizes, p in zip(plan.sizes, prefixes, strict=True)]
-            norm = tensors["model.norm.weight"]
+            layers = [Layer.of(plan.shape, sizes, tensors, i) for i, sizes in enumerate(plan.sizes)]
+            norm = tensors[f"{plan.shape.kind.last}.weight"]
         except KeyError as error:
             raise UnsupportedModelError(f"profile two-party needs tensor {error} in the client bundle") from None
         return cls(plan, tuple(layers), integers(norm.astype(np.float64) * 2**nb.NORM))
@@ -102,7 +104,7 @@ class LayerSteps:
         square = TruncSquare(rows, shape.d, nb.SUM)
         root = inverse_norm(shape, rows)
         cut = root.domain.result_fraction - nb.ROOT
-        qkv = (shape.heads + 2 * shape.groups) * shape.head
+        qkv = shape.matrix(QKV)[1]
         return cls(
             square=square,
             root=root,
@@ -119,8 +121,10 @@ class LayerSteps:
             cut=Trunc(rows * shape.heads * shape.head, nb.CUT_ATTENDED),
             square2=square,
             root2=root,
-            normed2=TruncMul(rows, 2 * shape.inner, nb.CUT_OUT, cut),
-            gated=Gated(rows * shape.inner, nb.GATE_BITS, nb.GATE_CELL, sizes.gate_cell, sizes.cut_up),
+            normed2=TruncMul(rows, shape.matrix(GATE_UP)[1], nb.CUT_OUT, cut),
+            gated=Gated(
+                rows * shape.inner, nb.GATE_BITS, nb.GATE_CELL, sizes.gate_cell, sizes.cut_up, shape.activation
+            ),
             cut2=Trunc(rows * shape.inner, nb.CUT_GATED),
         )
 
@@ -215,20 +219,30 @@ def forward(
         s = LayerSteps.of(shape, sizes, rows, kept)
         x, t, y, out = _normed(party, s.square, s.root, x, layer.norm1, linear, number, QKV, shape)
         outside += out
-        attended, out = _attention(party, model, s, s.normed.run(party, y, t), turn, cache, number, new, visible)
+        qkv = s.normed.run(party, y, t) + linear.constant(party, number, QKV)
+        attended, out = _attention(party, model, s, qkv, turn, cache, number, new, visible)
         outside += out
-        x = (x << _SUM) + linear.product(party, number, OUT, attended) * layer.out
+        y = linear.product(party, number, OUT, attended)
+        x = (x << _SUM) + _scaled(y, layer.out, layer.out_mean) + linear.constant(party, number, OUT)
         x, t, y, out = _normed(party, s.square2, s.root2, x, layer.norm2, linear, number, GATE_UP, shape)
         outside += out
-        both = s.normed2.run(party, y, t)
+        both = s.normed2.run(party, y, t) + linear.constant(party, number, GATE_UP)
         gate, up = both[:, : shape.inner] * layer.gate, both[:, shape.inner :] * layer.up
+        if not shape.kind.gated:
+            up = party.public(np.full_like(gate, 1 << (sizes.cut_up + nb.UP)))
         gated = s.cut2.run(party, s.gated.run(party, gate.reshape(-1), up.reshape(-1)))
-        x = (x << _SUM) + linear.product(party, number, DOWN, gated.reshape(rows, -1)) * layer.down
+        y = linear.product(party, number, DOWN, gated.reshape(rows, -1))
+        x = (x << _SUM) + _scaled(y, layer.down, layer.down_mean) + linear.constant(party, number, DOWN)
     last = LastSteps.of(shape, rows)
     x, squares = last.square.run(party, x)
     t, inside = last.root.run(party, squares + party.public(_epsilon(shape, rows)))
     outside += party.public(np.full(1, rows, np.uint64)) - inside.sum()
     return last.normed.run(party, x * model.last_norm, t), outside
+
+
+def _scaled(y: U64, scales: U64, mean: U64 | None) -> U64:
+    """What a matrix adds to the residual, without its mean if that is to go."""
+    return y * scales if mean is None else y * scales - (y @ mean)[:, None]
 
 
 def _epsilon(shape: Shape, rows: int) -> U64:

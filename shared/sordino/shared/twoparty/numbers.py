@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sordino.shared.errors import ProtocolError, RangeError, UnsupportedModelError
-from sordino.shared.twoparty.tables import EXP_PUBLIC, EXP_SHARE, GATED
+from sordino.shared.twoparty.tables import EXP_PUBLIC, EXP_SHARE, GATED, Activation
 
 F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]
@@ -47,9 +47,69 @@ CUT_GATED: Final = GATED + UP - INPUT
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Of a decoder with gated MLP, RMSNorm and rotary positions."""
+class Family:
+    """How models of one kind name their tensors, and what their layers are made of.
 
+    Attributes:
+        prefix: of a layer, before its number. norms: of attention and MLP. last: the norm after all layers.
+        matrices: the four of a layer, as a bundle groups them. modules: whose scales and biases each has.
+        centred: LayerNorm. Its mean is taken off all that is added to the residual, where that is a public linear map;
+            what is left is RMSNorm, and a bias.
+        gated: the MLP multiplies by ``up``. rotary: positions turn queries and keys; else they are embedded.
+    """
+
+    prefix: str
+    norms: tuple[str, str]
+    last: str
+    matrices: tuple[str, str, str, str]
+    modules: tuple[tuple[str, ...], ...]
+    centred: bool = False
+    gated: bool = True
+    rotary: bool = True
+
+
+_LLAMA: Final = Family(
+    prefix="model.layers.",
+    norms=("input_layernorm", "post_attention_layernorm"),
+    last="model.norm",
+    matrices=("self_attn.q_proj+k_proj+v_proj", "self_attn.o_proj", "mlp.gate_proj+up_proj", "mlp.down_proj"),
+    modules=(
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ("self_attn.o_proj",),
+        ("mlp.gate_proj", "mlp.up_proj"),
+        ("mlp.down_proj",),
+    ),
+)
+_GPT2_MATRICES: Final = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+_GPT2: Final = Family(
+    prefix="transformer.h.",
+    norms=("ln_1", "ln_2"),
+    last="transformer.ln_f",
+    matrices=_GPT2_MATRICES,
+    modules=tuple((name,) for name in _GPT2_MATRICES),
+    centred=True,
+    gated=False,
+    rotary=False,
+)
+FAMILIES: Final = {"llama": _LLAMA, "qwen2": _LLAMA, "gpt2": _GPT2}
+ACTIVATIONS: Final[Mapping[str, Activation]] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a decoder of one of :data:`FAMILIES`.
+
+    Attributes:
+        theta: of rotary positions; 0 where there are none.
+    """
+
+    family: str
+    activation: Activation
     layers: int
     d: int
     heads: int
@@ -60,29 +120,56 @@ class Shape:
     theta: float
     positions: int
 
+    @property
+    def kind(self) -> Family:
+        return FAMILIES[self.family]
+
+    def matrix(self, number: int) -> tuple[int, int]:
+        """Inputs and outputs of a layer's matrix."""
+        attended = self.heads * self.head
+        return (
+            (self.d, attended + 2 * self.groups * self.head),
+            (attended, self.d),
+            (self.d, self.inner * (2 if self.kind.gated else 1)),
+            (self.inner, self.d),
+        )[number]
+
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shape:
         """From a ``config.json``.
 
         Raises:
-            UnsupportedModelError: another kind of model.
+            UnsupportedModelError: another kind of model, or one of a known kind with an option that is not.
         """
-        if config.get("model_type") != "llama" or config.get("hidden_act") != "silu":
-            raise UnsupportedModelError(f"profile two-party knows Llama-like models, not {config.get('model_type')!r}")
+        family = config.get("model_type")
+        activation = ACTIVATIONS.get(config.get("hidden_act") or config.get("activation_function") or "")
+        if family not in FAMILIES or activation is None:
+            known = ", ".join(FAMILIES)
+            raise UnsupportedModelError(f"profile two-party knows {known}, not {family!r} with its activation")
         rope = config.get("rope_parameters") or {}
         if rope.get("rope_type", "default") != "default":
             raise UnsupportedModelError(f"profile two-party knows plain rotary positions, not {rope['rope_type']!r}")
-        heads = int(config["num_attention_heads"])
+        if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+            raise UnsupportedModelError("profile two-party knows no sliding windows")
+        if config.get("scale_attn_by_inverse_layer_idx") or config.get("scale_attn_weights") is False:
+            raise UnsupportedModelError("profile two-party knows scores that are divided by the root of a head's size")
+
+        def number(*names: str) -> Any:
+            return next((config[name] for name in names if config.get(name) is not None), None)
+
+        heads, d = int(number("num_attention_heads", "n_head")), int(number("hidden_size", "n_embd"))
         return cls(
-            layers=int(config["num_hidden_layers"]),
-            d=int(config["hidden_size"]),
+            family=family,
+            activation=activation,
+            layers=int(number("num_hidden_layers", "n_layer")),
+            d=d,
             heads=heads,
-            groups=int(config.get("num_key_value_heads") or heads),
-            head=int(config.get("head_dim") or config["hidden_size"] // heads),
-            inner=int(config["intermediate_size"]),
-            eps=float(config["rms_norm_eps"]),
-            theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-            positions=int(config["max_position_embeddings"]),
+            groups=int(number("num_key_value_heads") or heads),
+            head=int(number("head_dim") or d // heads),
+            inner=int(number("intermediate_size", "n_inner") or 4 * d),
+            eps=float(number("rms_norm_eps", "layer_norm_epsilon")),
+            theta=float(rope.get("rope_theta", number("rope_theta") or 10000.0)) if FAMILIES[family].rotary else 0.0,
+            positions=int(number("max_position_embeddings", "n_positions")),
         )
 
 
@@ -99,21 +186,24 @@ class Bounds:
 _SLACK: Final = 1 + 2**-9  # rsqrt's error, and roundings
 
 
-def bounds(shape: Shape, qkv: F64, norm1: F64, gate_up: F64, norm2: F64) -> Bounds:
-    """By the real matrices ``[out, in]``, scales included. The input of a matrix has norm <= sqrt(d) before the norm's
-    weights, which go with the matrix."""
+def bounds(shape: Shape, qkv: F64, norm1: F64, gate_up: F64, norm2: F64, added: tuple[F64, F64]) -> Bounds:
+    """By the real matrices ``[out, in]``, scales included, and the biases that are ``added`` to their outputs. The
+    input of a matrix has norm <= sqrt(d) before the norm's weights, which go with the matrix."""
     root = math.sqrt(shape.d) * _SLACK
     after = qkv * norm1
     q_rows, k_rows = shape.heads * shape.head, shape.groups * shape.head
     q = after[:q_rows].reshape(shape.heads, shape.head, -1)
     k = after[q_rows : q_rows + k_rows].reshape(shape.groups, shape.head, -1)
-    norms_q, norms_k = _spectral(q), _spectral(k)
-    scores = norms_q * np.repeat(norms_k, shape.heads // shape.groups) * root**2 / math.sqrt(shape.head)
-    rows = root * np.linalg.norm(gate_up * norm2, axis=1)
+    biases = added[0].reshape(-1, shape.head)
+    norms_q = root * _spectral(q) + np.linalg.norm(biases[: shape.heads], axis=1)
+    norms_k = root * _spectral(k) + np.linalg.norm(biases[shape.heads : shape.heads + shape.groups], axis=1)
+    scores = norms_q * np.repeat(norms_k, shape.heads // shape.groups) / math.sqrt(shape.head)
+    rows = root * np.linalg.norm(gate_up * norm2, axis=1) + np.abs(added[1])
+    values = root * np.linalg.norm(after[q_rows + k_rows :], axis=1) + np.abs(added[0][q_rows + k_rows :])
     return Bounds(
         gate=float(rows[: shape.inner].max()),
-        up=float(rows[shape.inner :].max()),
-        value=float(root * np.linalg.norm(after[q_rows + k_rows :], axis=1).max()),
+        up=float(rows[shape.inner :].max(initial=1.0)),
+        value=float(values.max()),
         score=float(scores.max()),
     )
 
@@ -195,13 +285,15 @@ class Plan:
             ValueError: a number is of another type, or out of its range.
         """
         shape = self.shape
+        if shape.family not in FAMILIES or shape.activation not in ACTIVATIONS.values():
+            raise ValueError("family or activation")
         for name, most in (("layers", 1024), ("d", 1 << 16), ("heads", 1024), ("head", 1024), ("inner", 1 << 18)):
             _check_whole(getattr(shape, name), 1, most)
         _check_whole(shape.groups, 1, shape.heads)
         _check_whole(shape.positions, 1, 1 << 24)
         if shape.heads % shape.groups or shape.head % 2 or len(self.sizes) != shape.layers:
             raise ValueError("heads, groups or layers do not fit")
-        if not 1e-12 <= float(shape.eps) <= 1e-2 or not 1.0 <= float(shape.theta) <= 1e12:
+        if not 1e-12 <= float(shape.eps) <= 1e-2 or not 0.0 <= float(shape.theta) <= 1e12:
             raise ValueError("eps or theta")
         for one in self.sizes:
             _check_whole(one.value, 1, QUERY + 2)
@@ -222,7 +314,8 @@ class Layer:
 
     Attributes:
         norm1, norm2: ``[d]``. turned: scales of q, k and v, reals ``[heads*head + 2*groups*head]``, which go into the
-            rotary table. out, gate, up, down: integers by which outputs are multiplied.
+            rotary table. out, gate, up, down: integers by which outputs are multiplied. out_mean, down_mean: by which
+            their mean is taken off; None where it stays.
     """
 
     norm1: U64
@@ -232,29 +325,47 @@ class Layer:
     gate: U64
     up: U64
     down: U64
+    out_mean: U64 | None
+    down_mean: U64 | None
 
     @classmethod
-    def of(cls, shape: Shape, sizes: Sizes, tensors: Mapping[str, F32], prefix: str) -> Layer:
+    def of(cls, shape: Shape, sizes: Sizes, tensors: Mapping[str, F32], number: int) -> Layer:
         """From the client bundle's tensors."""
-
-        def real(name: str) -> F64:
-            return tensors[prefix + name].astype(np.float64)
-
+        kind, prefix = shape.kind, f"{shape.kind.prefix}{number}."
+        norms = [tensors[f"{prefix}{name}.weight"].astype(np.float64) for name in kind.norms]
+        qkv, out, gate_up, down = (scales(tensors, prefix, modules) for modules in kind.modules)
         root, grown = math.sqrt(shape.d), 2.0 ** (RESIDUAL + SUM - INPUT)
-        scales = [real(f"self_attn.{name}_proj.scale") for name in "qkv"]
+        turned = root * qkv
+        turned[: shape.heads * shape.head] /= math.sqrt(shape.head)
         return cls(
-            norm1=integers(real("input_layernorm.weight") * 2**NORM),
-            norm2=integers(real("post_attention_layernorm.weight") * 2**NORM),
-            turned=root * np.concatenate([scales[0] / math.sqrt(shape.head), *scales[1:]]),
-            out=integers(real("self_attn.o_proj.scale") * grown),
-            gate=integers(real("mlp.gate_proj.scale") * root * 2.0 ** (GATE_CELL - NORMED) / sizes.gate_cell),
-            up=integers(real("mlp.up_proj.scale") * root * 2.0 ** (sizes.cut_up + UP - NORMED)),
-            down=integers(real("mlp.down_proj.scale") * grown),
+            norm1=integers(norms[0] * 2**NORM),
+            norm2=integers(norms[1] * 2**NORM),
+            turned=turned,
+            out=integers(out * grown),
+            gate=integers(gate_up[: shape.inner] * root * 2.0 ** (GATE_CELL - NORMED) / sizes.gate_cell),
+            up=integers(gate_up[shape.inner :] * root * 2.0 ** (sizes.cut_up + UP - NORMED)),
+            down=integers(down * grown),
+            out_mean=integers(out * grown / shape.d) if kind.centred else None,
+            down_mean=integers(down * grown / shape.d) if kind.centred else None,
         )
 
 
+def scales(tensors: Mapping[str, F32], prefix: str, modules: Sequence[str]) -> F64:
+    """Of the outputs of a matrix."""
+    return np.concatenate([tensors[f"{prefix}{name}.scale"] for name in modules]).astype(np.float64)
+
+
+def biases(tensors: Mapping[str, F32], prefix: str, modules: Sequence[str]) -> F64:
+    """Of the outputs of a matrix; 0 where there are none."""
+    none = [np.zeros_like(tensors[f"{prefix}{name}.scale"]) for name in modules]
+    parts = [tensors.get(f"{prefix}{name}.bias", zero) for name, zero in zip(modules, none, strict=True)]
+    return np.concatenate(parts).astype(np.float64)
+
+
 def rotary(shape: Shape, positions: NDArray[np.int64]) -> tuple[F64, F64]:
-    """Cosines and sines, ``[rows, head]``."""
+    """Cosines and sines, ``[rows, head]``; 1 and 0 where nothing is turned."""
+    if not shape.kind.rotary:
+        return np.ones((len(positions), shape.head)), np.zeros((len(positions), shape.head))
     half = np.arange(0, shape.head, 2, dtype=np.float64) / shape.head
     angles = positions[:, None] * shape.theta**-half
     both = np.concatenate([angles, angles], axis=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ U64 = NDArray[np.uint64]
 U8 = NDArray[np.uint8]
 F64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 EXP_SHARE: Final = 16  # fraction bits of e^-rho, which the dealer makes
 EXP_PUBLIC: Final = 19  # of what it is multiplied with
@@ -153,27 +155,33 @@ def exp_factors(place: U64) -> U64:
 
 
 @cache
-def gate_table(bits: int, cell: float) -> U64:
-    """SiLU in cells: value, slope and curvature of the best quadratic about the middle of what a cell can be, laid out
-    for :func:`points.bit_sums`. Cell j is all x with x / cell - j in (-1, 1)."""
+def gate_table(bits: int, cell: float, activation: Activation = "silu") -> U64:
+    """An activation in cells: value, slope and curvature of the best quadratic about the middle of what a cell can be,
+    laid out for :func:`points.bit_sums`. Cell j is all x with x / cell - j in (-1, 1)."""
     size = 1 << bits
     j = np.arange(size, dtype=np.float64)
     j = np.where(j < size // 2, j, j - size)
     at = math.sqrt(0.75)  # Chebyshev's three places
-    left, middle, right = (_silu((j + place) * cell) for place in (-at, 0.0, at))
+    left, middle, right = (_activated((j + place) * cell, activation) for place in (-at, 0.0, at))
     slope, curve = (right - left) / (2 * at), (right + left - 2 * middle) / (2 * at * at)
     scaled = [middle * 2.0**GATED, slope * 2.0 ** (GATED - GATE_FINE), curve * 2.0 ** (GATED - 2 * GATE_COARSE)]
     return points.bit_table(np.rint(np.stack(scaled, axis=1)).astype(np.int64)[None])
 
 
-def _silu(x: F64) -> F64:
-    out: F64 = x / (1 + np.exp(-x))
+def _activated(x: F64, activation: Activation) -> F64:
+    out: F64
+    if activation == "gelu":
+        out = x * np.array([0.5 * (1 + math.erf(one / math.sqrt(2))) for one in x])
+    elif activation == "gelu_tanh":
+        out = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    else:
+        out = x / (1 + np.exp(-x))
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """SiLU(gate) times up: ``[n]`` each to ``[n]``, two rounds (§6.5, Lemma 6).
+    """An activation of gate, times up: ``[n]`` each to ``[n]``, two rounds (§6.5, Lemma 6).
 
     Attributes:
         bits: of a cell's number. k: log2 of a cell, of gate's integers. cell: as a real number. cut: bits cut off of
@@ -185,6 +193,7 @@ class Gated:
     k: int
     cell: float
     cut: int
+    activation: Activation = "silu"
 
     def run(self, party: Party, gate: U64, up: U64) -> U64:
         tape, n = party.tape, self.n
@@ -197,7 +206,7 @@ class Gated:
         sigma, fine, coarse, square, base, slope, bend, turn = (tape.given(3, n) for _ in range(8))
         (opened,) = party.open(gate + r)
         phases = np.zeros(n, np.int64)
-        table = gate_table(self.bits, self.cell)
+        table = gate_table(self.bits, self.cell, self.activation)
         sums = points.bit_sums(corrections, roots, party.index, index(opened, self.k, self.bits), phases, table)
         z, shown = party.open(sums + nu, masked(party, up, ru))
         h = halves(shown, self.cut, a, b)
