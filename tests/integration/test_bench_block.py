@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from sordino.client import bench_block
-from sordino.client.bench_block import LAST_NORM_ROUNDS, run_block
+from sordino.client.bench_block import LAST_NORM_ROUNDS, first_layers, run_block
 from sordino.dealer.layers import size, steps_of
 from sordino.server.store import MatrixStore
 from sordino.server.twoparty.session import TwoPartyModel
@@ -44,9 +44,14 @@ def test_figures_of_the_two_party_profile(bundles: Callable[..., Path], tmp_path
     assert entry["ahead_rows"] == CONTEXT + REPEATS
     assert entry["ahead_bytes"] > 0
     assert result["ratios"] == {}
+    further = entry["of_a_further_layer"]
+    assert further["layers"] == [1, 2]
+    assert further["rounds"] == 17
+    assert 0 < further["bytes"] < entry["bytes"]
+    assert further["dealer_bytes"] > 0
 
     # What the dealer sent is what the steps of this layer, and of the norm after it, take for one row.
-    bench_block.first_layer(bundles("llama"), tmp_path / "one")
+    first_layers(bundles("llama"), tmp_path / "one", 1)
     plan = TwoPartyModel(MatrixStore(tmp_path / "one")).plan
     assert plan.shape.layers == 1
     sizes = [size(step) for layer in (0, 1) for step in steps_of(plan, layer, 1, CONTEXT)]
@@ -65,6 +70,8 @@ def test_beside_crypten(bundles: Callable[..., Path]) -> None:
     ratios = result["ratios"]["crypten/mpc"]
     assert ratios["rounds"] == round(crypten["rounds"] / mpc["rounds"], 2) > 8
     assert ratios["bytes"] == round(crypten["bytes"] / mpc["bytes"], 2) > 1
+    further = result["ratios"]["crypten/mpc, of a further layer"]
+    assert further["rounds"] == round(crypten["rounds"] / 17, 2)
     assert mpc["max_output"] == pytest.approx(crypten["max_output"])
     assert mpc["max_error"] < crypten["max_error"]
 

@@ -53,6 +53,7 @@ PROTOCOLS: Final = ("mpc", "crypten")
 LAST_NORM_ROUNDS: Final = 3  # docs/two-party.md, §6
 _PEERS_FOLDER: Final = Path(__file__).parents[3] / "bench"
 _START_S: Final = 120
+_MORE_LAYERS: Final = 3  # of the longer model, to tell what a layer adds
 _COMPARED: Final = ("ms_p50", "bytes", "dealer_bytes", "rounds")
 
 
@@ -78,35 +79,38 @@ def run_block(
     peer = _peer(crypten="crypten" in protocols)
     layer, rows = peer.load_layer(bundle, context)
     case = peer.make_case(layer, rows)
+    manifest = ModelManifest.load(bundle)
     load = round(psutil.getloadavg()[0], 2)
     results: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
         done = stack.enter_context(progress_bar("passes of one block"))
-        own: Block | None = None
+        own: list[Passes] = []
         if "mpc" in protocols:
-            expected = case.expected[0].numpy()
-            own = stack.enter_context(shared_block(bundle, rows.numpy(), expected, layer.eps, repeats))
-            own.measure(repeats - repeats // 2)
+            work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sordino-block-")))
+            dealer = stack.enter_context(dealer_process(work / "dealer"))
+            layers = 1 + max(group.layer for group in manifest.groups)
+            for count in sorted({1, min(layers, _MORE_LAYERS)}):
+                own.append(stack.enter_context(sharing(bundle, work, dealer, count, rows.numpy(), repeats)))
+            _measure(own, repeats - repeats // 2)
         if "crypten" in protocols:
             results["crypten"] = peer.measure(case, repeats, done)
-        if own is not None:
-            own.measure(repeats // 2)
-            results["mpc"] = own.figures()
+        if own:
+            _measure(own, repeats // 2)
+            results["mpc"] = own[0].figures(case.expected[0].numpy(), layer.eps)
+        if len(own) > 1:
+            results["mpc"]["of_a_further_layer"] = difference(*own)
     result: dict[str, Any] = {
         "machine": machine() | {"threads": 1, "load_before": load},
-        "model": ModelManifest.load(bundle).model_name,
+        "model": manifest.model_name,
         "context": context,
         "repeats": repeats,
         "results": [results[name] for name in dict.fromkeys(protocols)],
-        "ratios": {},
+        "ratios": _ratios(results) if len(results) > 1 else {},
         "notes": [
             "three processes with TLS on loopback, one thread for each party's products; bytes are payloads, both ways",
             *(_NOTES if "mpc" in results else ()),
         ],
     }
-    if len(results) > 1:
-        pairs = {key: (results["crypten"][key], results["mpc"][key]) for key in _COMPARED}
-        result["ratios"]["crypten/mpc"] = {key: round(a / b, 2) for key, (a, b) in pairs.items()}
     if json_path:
         json_path.write_text(json.dumps(result, indent=1) + "\n")
     _show(result, console)
@@ -115,12 +119,27 @@ def run_block(
 
 _NOTES: Final = (
     f"mpc: {LAST_NORM_ROUNDS} of its rounds, their bytes and their time are the last norm's, with which a pass ends",
-    "mpc: it contains the opening of the result to the client, which CrypTen's figures do not",
+    "mpc: a pass contains the opening of the result to the client, which CrypTen's figures do not",
+    "mpc: at its start a pass waits for the dealer, within ms_p50; CrypTen's dealer is done before, in dealer_ms_p50",
+    "mpc: of_a_further_layer is what one more layer adds to a pass, so without those three",
     "mpc: after each pass the cache is cropped, so that every pass sees the same rows",
-    "mpc: the dealer works during the pass, within ms_p50; CrypTen's works before it, and takes dealer_ms_p50",
     "mpc: ahead_ is of the encrypted products that a row needs, made in one block of ahead_rows rows",
     "mpc: what comes out is divided by its root mean square; errors are of its product with that of float64",
 )
+
+
+def _measure(own: list[Passes], repeats: int) -> None:
+    for _ in range(repeats):
+        for passes in own:
+            passes.measure()
+
+
+def _ratios(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    crypten, mpc = results["crypten"], results["mpc"]
+    below = {"crypten/mpc": mpc}
+    if "of_a_further_layer" in mpc:
+        below["crypten/mpc, of a further layer"] = mpc["of_a_further_layer"]
+    return {name: {key: round(crypten[key] / entry[key], 2) for key in _COMPARED} for name, entry in below.items()}
 
 
 def _peer(*, crypten: bool) -> Any:
@@ -141,118 +160,132 @@ def _peer(*, crypten: bool) -> Any:
 # -- what the two-party profile does -----------------------------------------------------------------------------------
 
 
-def first_layer(bundle: Path, folder: Path) -> None:
-    """Makes ``folder`` a bundle of the first layer of another: without embedding, and with a last norm of weights 1."""
+def first_layers(bundle: Path, folder: Path, count: int) -> None:
+    """Makes ``folder`` a bundle of the first layers of another, without embedding, the last norm with weights 1."""
     manifest = ModelManifest.load(bundle)
-    groups = tuple(group for group in manifest.groups if group.layer == 0)
+    groups = tuple(group for group in manifest.groups if group.layer < count)
     client, server = folder / CLIENT_DIR, folder / SERVER_DIR
     client.mkdir(parents=True)
     server.mkdir()
     config = json.loads((bundle / CLIENT_DIR / "config.json").read_bytes())
-    (client / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    (client / "config.json").write_text(json.dumps(config | {"num_hidden_layers": count}))
+    kept = tuple(f"model.layers.{layer}." for layer in range(count))
     with safe_open(bundle / CLIENT_DIR / "client.safetensors", framework="np") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys() if name.startswith("model.layers.0.")}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys() if name.startswith(kept)}  # noqa: SIM118
     tensors["model.norm.weight"] = np.ones(config["hidden_size"], np.float32)
     save_file(tensors, client / "client.safetensors")
     save_file(load_matrices(bundle, manifest, list(groups)), server / "weights.safetensors")
     files = [{path.name: sha256_file(path) for path in sorted(side.iterdir())} for side in (client, server)]
-    one = replace(manifest, groups=groups, client_files=files[0], server_files=files[1])
-    (folder / MANIFEST_NAME).write_bytes(one.to_json())
+    less = replace(manifest, groups=groups, client_files=files[0], server_files=files[1])
+    (folder / MANIFEST_NAME).write_bytes(less.to_json())
 
 
 @dataclass(slots=True)
-class Block:
-    """A session of profile two-party with one layer, whose cache has all rows but the last.
+class Passes:
+    """A session of profile two-party whose cache has all rows but the last, and passes of that one.
 
     Attributes:
-        rows: float64 ``[context, d]``. expected: the layer's output for the last one, ``[d]``, in float64.
-        dealt: bytes that the dealer sends to client and server for the last row. made: rows of products made ahead.
-        kept: counters of the rows in the cache. costs: rounds, bytes up and bytes down of passes.
+        layers: of its model. rows: float64 ``[context, d]``. kept: counters of those in the cache.
+        dealt: bytes that the dealer sends to client and server for the last row.
+        times: of passes, in ms. outputs: ``[d]`` each. costs: rounds, bytes up and bytes down.
     """
 
     session: PartySession
+    layers: int
     rows: F64
-    expected: F64
-    eps: float
     dealt: tuple[int, int]
-    made: int
-    kept: list[int] = field(default_factory=list)
+    kept: list[int]
     times: list[float] = field(default_factory=list)
-    errors: list[float] = field(default_factory=list)
-    costs: set[tuple[int, int, int]] = field(default_factory=set)
+    outputs: list[F64] = field(default_factory=list)
+    costs: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def measure(self, passes: int) -> None:
-        for _ in range(passes):
-            self.one()
-
-    def one(self) -> None:
+    def measure(self) -> None:
+        """One pass, after which the cache is as before."""
         spent = self.session.spent
         before = spent.rounds, spent.sent, spent.received
         start = time.perf_counter()
         hidden, _ = self.session.forward(self.rows[-1:], self.kept)
         self.times.append(1e3 * (time.perf_counter() - start))
-        after = spent.rounds, spent.sent, spent.received
-        self.costs.add((after[0] - before[0], after[1] - before[1], after[2] - before[2]))
-        root = float(np.sqrt(np.square(self.expected).mean() + self.eps))
-        self.errors.append(float(np.abs(hidden[0] * root - self.expected).max()))
+        self.costs.append((spent.rounds - before[0], spent.sent - before[1], spent.received - before[2]))
+        self.outputs.append(hidden[0])
 
-    def figures(self) -> dict[str, Any]:
-        """
+    def totals(self) -> dict[str, float]:
+        """Of a pass.
+
         Raises:
             SordinoError: passes cost different amounts.
         """
-        if len(self.costs) != 1:
+        if len(set(self.costs)) != 1:
             raise SordinoError("passes of the same rows cost different amounts: the figures would be worth nothing")
-        ((rounds, up, down),) = self.costs
-        spent, rows = self.session.spent, self.made
+        rounds, up, down = self.costs[0]
+        ms = statistics.median(self.times)
+        return {"ms_p50": ms, "bytes": up + down, "dealer_bytes": sum(self.dealt), "rounds": rounds}
+
+    def figures(self, expected: F64, eps: float) -> dict[str, Any]:
+        """For a model of one layer, whose output in float64 is ``expected [d]``. Raises as :meth:`totals`."""
+        totals = self.totals()
+        _, up, down = self.costs[0]
+        root = float(np.sqrt(np.square(expected).mean() + eps))
+        errors = [float(np.abs(output * root - expected).max()) for output in self.outputs]
+        spent, made = self.session.spent, len(self.rows) + len(self.times)
         return {
             "protocol": "mpc",
-            "ms_p50": round(statistics.median(self.times), 1),
+            "ms_p50": round(totals["ms_p50"], 1),
             "ms": [round(ms, 1) for ms in self.times],
-            "rounds": rounds,
+            "rounds": totals["rounds"],
             "rounds_of_the_last_norm": LAST_NORM_ROUNDS,
-            "bytes": up + down,
+            "bytes": totals["bytes"],
             "bytes_up": up,
             "bytes_down": down,
-            "dealer_bytes": sum(self.dealt),
+            "dealer_bytes": totals["dealer_bytes"],
             "dealer_bytes_client": self.dealt[CLIENT],
             "dealer_bytes_server": self.dealt[SERVER],
-            "ahead_bytes": round((spent.ahead_sent + spent.ahead_received) / rows),
-            "ahead_bytes_up": round(spent.ahead_sent / rows),
-            "ahead_bytes_down": round(spent.ahead_received / rows),
-            "ahead_ms": round(1e3 * spent.ahead_s / rows, 1),
-            "ahead_rows": rows,
-            "max_error": max(self.errors),
-            "max_errors": self.errors,
-            "max_output": float(np.abs(self.expected).max()),
+            "ahead_bytes": round((spent.ahead_sent + spent.ahead_received) / made),
+            "ahead_bytes_up": round(spent.ahead_sent / made),
+            "ahead_bytes_down": round(spent.ahead_received / made),
+            "ahead_ms": round(1e3 * spent.ahead_s / made, 1),
+            "ahead_rows": made,
+            "max_error": max(errors),
+            "max_errors": errors,
+            "max_output": float(np.abs(expected).max()),
         }
 
 
+def difference(one: Passes, more: Passes) -> dict[str, Any]:
+    """What a further layer adds to a pass. Raises as :meth:`Passes.totals`."""
+    less, all_in_all = one.totals(), more.totals()
+    added = more.layers - one.layers
+    each = {key: (all_in_all[key] - less[key]) / added for key in _COMPARED}
+    return {"layers": [one.layers, more.layers]} | {
+        key: round(value, 1) if key == "ms_p50" else round(value) for key, value in each.items()
+    }
+
+
 @contextmanager
-def shared_block(bundle: Path, rows: F64, expected: F64, eps: float, repeats: int) -> Iterator[Block]:
-    """Processes and a session for ``repeats`` passes, after one that does not count."""
-    with ExitStack() as stack:
-        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sordino-block-")))
-        folder = work / "bundle"
-        first_layer(bundle, folder)
-        dealer = stack.enter_context(dealer_process(work / "dealer"))
-        options = ["--threads", "1", *dealer.server_options]
-        target, ca, token, _ = stack.enter_context(
-            server_process(folder, work / "server", allow_clear=False, arguments=options)
-        )
+def sharing(bundle: Path, work: Path, dealer: DealerProcess, layers: int, rows: F64, repeats: int) -> Iterator[Passes]:
+    """A server of the first layers and a session, for ``repeats`` passes after one that does not count.
+
+    Raises:
+        SordinoError: the server does not start, or it or the dealer refuses the session.
+    """
+    folder, before = work / f"bundle-{layers}", len(rows) - 1
+    first_layers(bundle, folder, layers)
+    tensors = load_file(folder / CLIENT_DIR / "client.safetensors")
+    options = ["--threads", "1", *dealer.server_options]
+    with server_process(folder, work / f"server-{layers}", allow_clear=False, arguments=options) as (
+        target,
+        ca,
+        token,
+        _,
+    ):
         connection = Connection(target, token=token.read_text().strip(), ca=ca)
-        session = stack.enter_context(
-            PartySession(connection, load_file(folder / CLIENT_DIR / "client.safetensors"), dealer.connect(CLIENT))
-        )
-        made = len(rows) + repeats
-        session.provision(made)
-        before = len(rows) - 1
-        passes = [min(MOST_ROWS, before - start) for start in range(0, before, MOST_ROWS)]
-        dealt = dealt_bytes(dealer, connection.manifest.fingerprint, session.plan, [*passes, 1])[-1]
-        block = Block(session, rows, expected, eps, dealt, made)
-        _, block.kept = session.forward(rows[:-1], [])
-        session.forward(rows[-1:], block.kept)
-        yield block
+        with PartySession(connection, tensors, dealer.connect(CLIENT)) as session:
+            session.provision(len(rows) + repeats)
+            passes = [min(MOST_ROWS, before - start) for start in range(0, before, MOST_ROWS)]
+            dealt = dealt_bytes(dealer, connection.manifest.fingerprint, session.plan, [*passes, 1])[-1]
+            _, kept = session.forward(rows[:-1], [])
+            session.forward(rows[-1:], kept)
+            yield Passes(session, layers, rows, dealt, kept)
 
 
 # -- the dealer --------------------------------------------------------------------------------------------------------
