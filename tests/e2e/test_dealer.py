@@ -36,13 +36,18 @@ from sordino.shared.twoparty.passes import ranges
 from sordino.shared.twoparty.source import Dealer, PassSource
 from sordino.shared.twoparty.tape import CLIENT, SERVER
 
-SHAPE = Shape(layers=2, d=8, heads=2, groups=1, head=4, inner=8, eps=1e-5, theta=1e4, positions=64)
+
+def shape(layers: int, d: int, heads: int, groups: int, inner: int) -> Shape:
+    """Of a Llama."""
+    config = {"model_type": "llama", "hidden_act": "silu", "num_hidden_layers": layers, "hidden_size": d}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": groups, "intermediate_size": inner}
+    return Shape.of(config | {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 64})
+
+
 SIZES = Sizes(value=14, score_bits=8, gate_cell=0.1, cut_up=30)
-PLAN = Plan(SHAPE, (SIZES,) * 2)
+PLAN = Plan(shape(layers=2, d=8, heads=2, groups=1, inner=8), (SIZES,) * 2)
 # Of which a pass takes more than a stream reads ahead.
-LARGE = Plan(
-    Shape(layers=100, d=512, heads=8, groups=2, head=64, inner=1024, eps=1e-5, theta=1e4, positions=64), (SIZES,) * 100
-)
+LARGE = Plan(shape(layers=100, d=512, heads=8, groups=2, inner=1024), (SIZES,) * 100)
 START_S = 60.0
 
 
@@ -141,8 +146,10 @@ def read(source: PassSource, points: int, words: int, piece: int = 7) -> tuple[b
     return b"".join(got_points), b"".join(got_words)
 
 
-def test_each_party_reads_its_half(process: DealerProcess) -> None:
-    with Parties(process) as both, ThreadPoolExecutor(2) as pool:
+@pytest.mark.parametrize("options", [{}, {"ahead_bytes": 1}], ids=["ahead", "little-ahead"])
+def test_each_party_reads_its_half(process: DealerProcess, options: dict[str, int]) -> None:
+    """Points first and then words, so that the one is read behind the other."""
+    with Parties(process, **options) as both, ThreadPoolExecutor(2) as pool:
         passes = [(0, 3, 0, []), (1, 1, 3, [0, 1, 2]), (2, 1, 5, [0, 1])]
         asked = [[stream.ask(wanted(*one)) for one in passes] for stream in both.streams]  # ahead
         for at, (number, rows, first, kept) in enumerate(passes):

@@ -19,12 +19,20 @@ from sordino.dealer.press import Press
 from sordino.dealer.sessions import Limits, Session, Sessions
 from sordino.proto.v1 import dealer_pb2 as pb
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, SessionLostError, SordinoError
-from sordino.shared.twoparty.numbers import LONGEST, Plan, Shape, Sizes
+from sordino.shared.twoparty.numbers import LONGEST, SUM, Plan, Shape, Sizes
 from sordino.shared.twoparty.passes import ranges
 from sordino.shared.twoparty.steps import Dot, Mix, dot
 from sordino.shared.twoparty.tape import CLIENT, SERVER, Given, Tape, append_masks
 
-SHAPE = Shape(layers=2, d=8, heads=2, groups=1, head=4, inner=8, eps=1e-5, theta=1e4, positions=64)
+
+def shape(layers: int, d: int, heads: int, groups: int, inner: int) -> Shape:
+    """Of a Llama."""
+    config = {"model_type": "llama", "hidden_act": "silu", "num_hidden_layers": layers, "hidden_size": d}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": groups, "intermediate_size": inner}
+    return Shape.of(config | {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 64})
+
+
+SHAPE = shape(layers=2, d=8, heads=2, groups=1, inner=8)
 PLAN = Plan(SHAPE, (Sizes(value=14, score_bits=8, gate_cell=0.1, cut_up=30),) * 2)
 CLIENT_TOKEN, SERVER_TOKEN = "a" * 64, "b" * 64
 
@@ -114,8 +122,8 @@ def test_both_parties_get_what_their_tapes_read() -> None:
         tapes = [Tape(i, session.keys[i], 3, Given(part[0], part[1])) for i, part in enumerate((client, server))]
         r = sum(tape.words(1, SHAPE.d) for tape in tapes)
         a, b = (sum(tape.given(1, SHAPE.d) for tape in tapes) for _ in range(2))
-        assert np.array_equal(a, r >> np.uint64(28))
-        assert np.array_equal(b, (r >> np.uint64(63)) << np.uint64(36))
+        assert np.array_equal(a, r >> np.uint64(SUM))
+        assert np.array_equal(b, (r >> np.uint64(63)) << np.uint64(64 - SUM))
 
     dealer(program)
 

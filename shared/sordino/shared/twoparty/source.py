@@ -72,9 +72,17 @@ class Dealer:
         key: bytes = self._call(self._stub.Join, request).key
         return key
 
-    def stream(self, session: bytes, party: int, *, retry_s: float = 30.0, silence_s: float = 120.0) -> DealerStream:
+    def stream(
+        self,
+        session: bytes,
+        party: int,
+        *,
+        retry_s: float = 30.0,
+        silence_s: float = 120.0,
+        ahead_bytes: int = _AHEAD_BYTES,
+    ) -> DealerStream:
         """Material for one party of a session. See :class:`DealerStream`."""
-        return DealerStream(self, session, party, retry_s=retry_s, silence_s=silence_s)
+        return DealerStream(self, session, party, retry_s=retry_s, silence_s=silence_s, ahead_bytes=ahead_bytes)
 
     def call(self, session: bytes, requests: queue.SimpleQueue[pb.DealRequest | None]) -> Any:
         """gRPC's call of a new stream, of which nobody knows yet whether it will be accepted."""
@@ -237,12 +245,15 @@ class DealerStream:
     Args:
         dealer: the connection, which stays the caller's. session: its name. party: ``CLIENT`` or ``SERVER``.
         retry_s: how long a dealer that is gone is waited for. silence_s: and one that is there and sends nothing.
+        ahead_bytes: that are read before they are needed; more only where what is needed lies behind them.
 
     Attributes:
         changed: held whenever something here is looked at or changed.
     """
 
-    def __init__(self, dealer: Dealer, session: bytes, party: int, *, retry_s: float, silence_s: float) -> None:
+    def __init__(
+        self, dealer: Dealer, session: bytes, party: int, *, retry_s: float, silence_s: float, ahead_bytes: int
+    ) -> None:
         self.changed = threading.Condition()
         self._dealer, self._session, self._party = dealer, session, party
         self._retry_s, self._silence_s = retry_s, silence_s
@@ -252,7 +263,8 @@ class DealerStream:
         self._opening: Any = None
         self._error: SordinoError | None = None
         self._closed = False
-        self._ahead = 0
+        self._ahead, self._ahead_bytes = 0, ahead_bytes
+        self._hungry = False
         self._heard = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="dealer stream", daemon=True)
         self._thread.start()
@@ -281,19 +293,24 @@ class DealerStream:
             SordinoError: what the stream has ended of.
         """
         since = time.monotonic()
-        while not there():
-            if self._error is not None:
-                raise type(self._error)(str(self._error))
-            if self._closed:
-                raise TransportError("the stream of the dealer is closed")
-            self.changed.wait(timeout=1.0)
-            if time.monotonic() - max(since, self._heard) > self._silence_s + self._retry_s and not there():
-                raise TransportError(f"the dealer has sent nothing for {self._silence_s:.0f} s")
+        try:
+            while not there():
+                self._hungry = True
+                self.changed.notify_all()
+                if self._error is not None:
+                    raise type(self._error)(str(self._error))
+                if self._closed:
+                    raise TransportError("the stream of the dealer is closed")
+                self.changed.wait(timeout=1.0)
+                if time.monotonic() - max(since, self._heard) > self._silence_s + self._retry_s and not there():
+                    raise TransportError(f"the dealer has sent nothing for {self._silence_s:.0f} s")
+        finally:
+            self._hungry = False
 
     def took(self, size: int) -> None:
         """Makes room for more; with ``changed`` held."""
         self._ahead -= size
-        if self._ahead + size >= _AHEAD_BYTES > self._ahead:
+        if self._ahead + size >= self._ahead_bytes > self._ahead:
             self.changed.notify_all()
 
     def close(self) -> None:
@@ -386,7 +403,7 @@ class DealerStream:
 
     def _put(self, part: pb.DealResponse) -> None:
         with self.changed:
-            while self._ahead >= _AHEAD_BYTES and not self._closed:
+            while self._ahead >= self._ahead_bytes and not self._hungry and not self._closed:
                 self.changed.wait()
             if not self._asked:
                 raise ProtocolError("the dealer sent material that nobody asked for")
