@@ -20,7 +20,14 @@ from sordino.client.transport import Call, Connection, Traffic, Watchdog, next_a
 from sordino.client.twoparty.linear import WordKey
 from sordino.proto.v1 import dealer_pb2 as deal_pb
 from sordino.proto.v1 import sordino_pb2 as pb
-from sordino.shared.errors import IntegrityError, LimitError, RangeError, SessionLostError, TransportError
+from sordino.shared.errors import (
+    IntegrityError,
+    LimitError,
+    ProtocolError,
+    RangeError,
+    SessionLostError,
+    TransportError,
+)
 from sordino.shared.twoparty import numbers as nb
 from sordino.shared.twoparty.dealt import Dealt
 from sordino.shared.twoparty.forward import HIDDEN, MATRICES, Cache, Model, forward
@@ -170,7 +177,7 @@ class PartySession:
 
         Raises:
             RangeError: an activation left the domain of a table; the cache is as before.
-            LimitError: too many rows for a cache.
+            LimitError: too many rows for a cache. ProtocolError: the cache lacks ``kept``.
             SessionLostError: the session is over, or is now. SordinoError: of server or dealer; it is over now.
         """
         if not np.isfinite(rows).all() or np.abs(rows).max(initial=0.0) >= _LARGEST:
@@ -181,6 +188,8 @@ class PartySession:
             rows = rows - rows.mean(axis=1, keepdims=True)
         parts, counters = [], list(kept)
         with self._turn:
+            if self._cache.counters[: len(kept)] != counters:
+                raise ProtocolError("the cache's rows are gone, another prompt came since: begin with an empty one")
             for start in range(0, len(rows), MOST_ROWS):
                 some = rows[start : start + MOST_ROWS]
                 while self.masks_left < len(some):

@@ -41,6 +41,12 @@ async def compute(model: TwoPartyModel, dealer: Dealer, requests: Call, call: Ca
     def join() -> None:
         joined.append(Dealt.joined(dealer, first.session.session, model.fingerprint, model.plan))
 
+    async def leave() -> None:
+        for dealing in joined:
+            await in_thread(dealing.close)  # wakes a pass that waits for it
+        if passes:
+            await asyncio.wait(passes)
+
     try:
         await in_thread(join)
         session = PartySession(model, joined[0], first.session.public_key)
@@ -49,9 +55,8 @@ async def compute(model: TwoPartyModel, dealer: Dealer, requests: Call, call: Ca
     except SessionLostError as error:  # which to a client would mean its own with this server
         raise TransportError(f"of the session at the dealer: {error}") from None
     finally:
-        for dealing in joined:
-            await in_thread(dealing.close)  # wakes a pass that waits for it
-        await asyncio.gather(*passes, return_exceptions=True)
+        # Also where this is cancelled once more: gRPC does so for a client that is gone.
+        await asyncio.shield(asyncio.ensure_future(leave()))
 
 
 async def _serve(
@@ -62,6 +67,7 @@ async def _serve(
     outgoing: asyncio.Queue[pb.ComputeResponse] = asyncio.Queue(_UNREAD)
     failures: list[BaseException] = []
     link: StreamLink | None = None
+    serving = True
 
     def fail(error: BaseException) -> None:
         failures.append(error)
@@ -69,7 +75,8 @@ async def _serve(
             task.cancel()
 
     def ended(job: asyncio.Future[None]) -> None:
-        if not job.cancelled() and (error := job.exception()) is not None:
+        # What comes after the stream's end has another cause, which is told.
+        if not job.cancelled() and (error := job.exception()) is not None and serving:
             fail(error)
 
     def send(words: bytes) -> None:
@@ -113,8 +120,7 @@ async def _serve(
             raise failures[0] from None
         raise
     finally:
-        for job in (writer, *passes):
-            job.remove_done_callback(ended)  # what comes now has another cause
+        serving = False
         writer.cancel()
         if link is not None:
             link.put(None)
