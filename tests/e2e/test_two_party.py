@@ -58,6 +58,21 @@ def test_answers_are_those_of_clear(shared: TwoPartyConnected, server: ServerPro
     assert spent.rounds == spent.passes * (17 * shared.session.plan.shape.layers + 3)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2"])
+def test_families(bundles: Callable[..., Path], dealer: DealerProcess, tmp_path: Path, family: str) -> None:
+    """Biases; norms of heads; LayerNorm, GELU without a gate, and positions that are embedded."""
+    with serve_with(dealer, bundles(family), tmp_path / "server", allow_clear=True) as server:
+        clear = connect_to(server, tmp_path / "clear", protocol="clear")
+        shared = share_with(server, dealer, tmp_path / "shared")
+        with clear.session, shared.session:
+            inputs = clear.tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+            with torch.no_grad():
+                right = clear.model(**inputs).logits
+                found = shared.model(**inputs).logits
+            assert (found - right).abs().max() < 0.05 * right.abs().max()
+            assert ask(shared) == ask(clear)
+
+
 def test_a_cache_that_is_cropped_goes_on(shared: TwoPartyConnected) -> None:
     """Two turns with one cache, then the first again: the same tokens."""
     inputs = shared.tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)

@@ -52,11 +52,12 @@ def test_beyond_the_bound_truncation_is_wrong() -> None:
     assert (np.abs(signed(Run([step], step.run, x).result) - floors(x, 20)) > 1).any()
 
 
-def test_square_sums_are_those_of_the_truncated_wire() -> None:
+@pytest.mark.parametrize("k", [30, 38])
+def test_square_sums_are_those_of_the_truncated_wire(k: int) -> None:
     x = uniform(8 * 64, 57).reshape(8, 64)
-    step = TruncSquare(8, 64, 30)
+    step = TruncSquare(8, 64, k)
     values, squares = Run([step], step.run, x).result
-    assert np.isin(signed(values) - floors(x, 30), (0, 1)).all()
+    assert np.isin(signed(values) - floors(x, k), (0, 1)).all()
     assert (squares == (values * values).sum(axis=1, dtype=np.uint64)).all()
 
 

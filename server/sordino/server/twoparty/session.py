@@ -121,7 +121,8 @@ def _layer(
         integers(added[1] / (by[GATE_UP] * root) * 2.0**NORMED),
         integers(_taken_off(own[DOWN], centred=kind.centred) * 2.0 ** (RESIDUAL + SUM)),
     ]
-    return bounds(shape, qkv, norms[0], gate_up, norms[1], added), constants
+    heads = [tensors[f"{prefix}{name}.weight"].astype(np.float64) for name in kind.head_norms]
+    return bounds(shape, qkv, norms[0], gate_up, norms[1], added, heads), constants
 
 
 def _taken_off(bias: F64, *, centred: bool) -> F64:

@@ -52,8 +52,9 @@ class Model:
         """SHA-256 of all public numbers, tables among them: shares of parties whose numbers differ add up to noise."""
         out = hashlib.sha256(self.plan.to_json())
         for layer, sizes in zip(self.layers, self.plan.sizes, strict=True):
-            means = [one for one in (layer.out_mean, layer.down_mean) if one is not None]
-            for one in (layer.norm1, layer.norm2, layer.out, layer.gate, layer.up, layer.down, *means):
+            own = (layer.out_mean, layer.down_mean, layer.heads, layer.head_norms)
+            all_have = (layer.norm1, layer.norm2, layer.out, layer.gate, layer.up, layer.down)
+            for one in (*all_have, *(one for one in own if one is not None)):
                 out.update(one.tobytes())
             out.update(layer.turned.tobytes())
             out.update(gate_table(nb.GATE_BITS, sizes.gate_cell, self.plan.shape.activation).tobytes())
@@ -84,6 +85,9 @@ class LayerSteps:
     square: TruncSquare
     root: Curve
     normed: TruncMul
+    head_square: TruncSquare | None
+    head_root: Curve | None
+    head_normed: TruncMul | None
     turned: Trunc
     dot: Dot
     highest: Highest
@@ -102,13 +106,19 @@ class LayerSteps:
     def of(cls, shape: Shape, sizes: Sizes, rows: int, kept: int) -> LayerSteps:
         attention = (rows, shape.heads, shape.groups, shape.head, kept)
         square = TruncSquare(rows, shape.d, nb.SUM)
-        root = inverse_norm(shape, rows)
+        root = inverse_norm(rows, shape.d, shape.eps)
         cut = root.domain.result_fraction - nb.ROOT
-        qkv = shape.matrix(QKV)[1]
+        qkv, turning = shape.matrix(QKV)[1], rows * (shape.heads + shape.groups)
+        own = bool(shape.kind.head_norms)
+        head_root = inverse_norm(turning, shape.head, shape.eps)
+        head_cut = head_root.domain.result_fraction - nb.ROOT
         return cls(
             square=square,
             root=root,
             normed=TruncMul(rows, qkv, nb.CUT_OUT, cut),
+            head_square=TruncSquare(turning, shape.head, nb.CUT_HEAD) if own else None,
+            head_root=head_root if own else None,
+            head_normed=TruncMul(turning, shape.head, nb.CUT_HEAD_OUT, head_cut) if own else None,
             turned=Trunc(rows * qkv, nb.CUT_TURNED),
             dot=Dot(*attention),
             highest=Highest(rows * shape.heads, kept, sizes.score_bits, nb.SCORE_CELL, -48, 96),
@@ -129,12 +139,12 @@ class LayerSteps:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([getattr(self, name) for name in self.__slots__])
+        return (step for name in self.__slots__ if (step := getattr(self, name)) is not None)
 
 
-def inverse_norm(shape: Shape, rows: int) -> Curve:
+def inverse_norm(rows: int, size: int, eps: float) -> Curve:
     """1 / sqrt of sums of squares, to which d * eps has been added, with as many fraction bits as there is room for."""
-    least = math.floor(math.log2(shape.d * shape.eps)) + 2 * nb.RESIDUAL
+    least = math.floor(math.log2(size * eps)) + 2 * nb.RESIDUAL
     bits = math.floor(61.8 + least / 2) - nb.RESIDUAL
     return Curve(rows, Domain("rsqrt", least, 61, 2 * nb.RESIDUAL, bits))
 
@@ -149,7 +159,7 @@ class LastSteps:
 
     @classmethod
     def of(cls, shape: Shape, rows: int) -> LastSteps:
-        root = inverse_norm(shape, rows)
+        root = inverse_norm(rows, shape.d, shape.eps)
         cut = root.domain.result_fraction - nb.ROOT
         return cls(TruncSquare(rows, shape.d, nb.SUM), root, TruncMul(rows, shape.d, 10, cut))
 
@@ -279,6 +289,7 @@ def _attention(
     visible: Bool,
 ) -> tuple[U64, U64]:
     rows, kept, shape = len(qkv), new.stop, model.plan.shape
+    qkv, outside = _head_normed(party, shape, model.layers[number], s, qkv)
     q, k, v = _split(shape, s.turned.run(party, _turned(model, number, qkv, turn)))
     opened, masks = cache.opened[:, number, :kept], cache.masks[:, number, :kept]
     masked, material = s.dot.begin(party, q)
@@ -293,8 +304,26 @@ def _attention(
     z, inside = s.total.end(party, total, curve)
     mixed = s.mix.end(party, shown, material, opened[1], masks[1])
     attended = s.attended.run(party, mixed.reshape(-1, shape.head), z)
-    outside = party.public(np.full(1, len(z), np.uint64)) - inside.sum() + above.sum()
+    outside = outside + party.public(np.full(1, len(z), np.uint64)) - inside.sum() + above.sum()
     return s.cut.run(party, attended).reshape(rows, -1), outside
+
+
+def _head_normed(party: Party, shape: Shape, layer: Layer, s: LayerSteps, qkv: U64) -> tuple[U64, U64]:
+    """Queries and keys after norms of their own, where the family has them; and how many are out of their domain."""
+    outside = np.zeros(1, np.uint64)
+    if s.head_square is None or s.head_root is None or s.head_normed is None:
+        return qkv, outside
+    if layer.heads is None or layer.head_norms is None:
+        raise TypeError("a family with norms of heads, and a layer without")
+    both = (shape.heads + shape.groups) * shape.head
+    heads = (qkv[:, :both] * layer.heads).reshape(-1, shape.head)
+    x, squares = s.head_square.run(party, heads)
+    epsilon = np.full(len(x), round(shape.head * shape.eps * 4**nb.RESIDUAL), np.uint64)
+    t, inside = s.head_root.run(party, squares + party.public(epsilon))
+    weighed = (x.reshape(-1, both) * layer.head_norms).reshape(-1, shape.head)
+    normed = s.head_normed.run(party, weighed, t).reshape(-1, both)
+    outside += party.public(np.full(1, len(x), np.uint64)) - inside.sum()
+    return np.concatenate([normed, qkv[:, both:]], axis=1), outside
 
 
 def _turned(model: Model, number: int, qkv: U64, turn: tuple[nb.F64, nb.F64]) -> U64:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -32,6 +32,10 @@ CUT_OUT: Final = 18  # of the outputs of a matrix before they are multiplied by 
 NORMED: Final = RESIDUAL + NORM - CUT_OUT + ROOT
 TURNED: Final = 18  # of the integers of rotary table and scales
 CUT_TURNED: Final = 40
+# Of heads with norms of their own: bits cut off of them, and of them times the weights of the norm.
+CUT_HEAD: Final = NORMED + TURNED - RESIDUAL
+CUT_HEAD_OUT: Final = 12
+HEAD: Final = RESIDUAL + NORM - CUT_HEAD_OUT + ROOT
 QUERY: Final = NORMED + TURNED - CUT_TURNED
 SCORE: Final = 2 * QUERY
 SCORE_CELL: Final = SCORE + 1  # log2: 2 nats
@@ -56,6 +60,7 @@ class Family:
         centred: LayerNorm. Its mean is taken off all that is added to the residual, where that is a public linear map;
             what is left is RMSNorm, and a bias.
         gated: the MLP multiplies by ``up``. rotary: positions turn queries and keys; else they are embedded.
+        head_norms: of queries and of keys, over each head; or none.
     """
 
     prefix: str
@@ -66,6 +71,7 @@ class Family:
     centred: bool = False
     gated: bool = True
     rotary: bool = True
+    head_norms: tuple[str, ...] = ()
 
 
 _LLAMA: Final = Family(
@@ -91,7 +97,8 @@ _GPT2: Final = Family(
     gated=False,
     rotary=False,
 )
-FAMILIES: Final = {"llama": _LLAMA, "qwen2": _LLAMA, "gpt2": _GPT2}
+_QWEN3: Final = replace(_LLAMA, head_norms=("self_attn.q_norm", "self_attn.k_norm"))
+FAMILIES: Final = {"llama": _LLAMA, "qwen2": _LLAMA, "qwen3": _QWEN3, "gpt2": _GPT2}
 ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "silu": "silu",
     "gelu": "gelu",
@@ -181,12 +188,15 @@ class Bounds:
     up: float
     value: float
     score: float
+    head: float
 
 
 _SLACK: Final = 1 + 2**-9  # rsqrt's error, and roundings
 
 
-def bounds(shape: Shape, qkv: F64, norm1: F64, gate_up: F64, norm2: F64, added: tuple[F64, F64]) -> Bounds:
+def bounds(
+    shape: Shape, qkv: F64, norm1: F64, gate_up: F64, norm2: F64, added: tuple[F64, F64], head_norms: Sequence[F64] = ()
+) -> Bounds:
     """By the real matrices ``[out, in]``, scales included, and the biases that are ``added`` to their outputs. The
     input of a matrix has norm <= sqrt(d) before the norm's weights, which go with the matrix."""
     root = math.sqrt(shape.d) * _SLACK
@@ -197,6 +207,12 @@ def bounds(shape: Shape, qkv: F64, norm1: F64, gate_up: F64, norm2: F64, added: 
     biases = added[0].reshape(-1, shape.head)
     norms_q = root * _spectral(q) + np.linalg.norm(biases[: shape.heads], axis=1)
     norms_k = root * _spectral(k) + np.linalg.norm(biases[shape.heads : shape.heads + shape.groups], axis=1)
+    largest = max(norms_q.max(), norms_k.max())
+    if head_norms:
+        norms_q, norms_k = (
+            np.full_like(one, np.abs(w).max() * math.sqrt(shape.head) * _SLACK)
+            for one, w in zip((norms_q, norms_k), head_norms, strict=True)
+        )
     scores = norms_q * np.repeat(norms_k, shape.heads // shape.groups) / math.sqrt(shape.head)
     rows = root * np.linalg.norm(gate_up * norm2, axis=1) + np.abs(added[1])
     values = root * np.linalg.norm(after[q_rows + k_rows :], axis=1) + np.abs(added[0][q_rows + k_rows :])
@@ -205,6 +221,7 @@ def bounds(shape: Shape, qkv: F64, norm1: F64, gate_up: F64, norm2: F64, added: 
         up=float(rows[shape.inner :].max(initial=1.0)),
         value=float(values.max()),
         score=float(scores.max()),
+        head=float(largest),
     )
 
 
@@ -220,6 +237,7 @@ def integers(values: F64) -> U64:
 
 
 GATE_BITS: Final = 10
+_SCORE_BITS: Final = 8  # of a table at least: the window of maxima has 97 cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +262,13 @@ class Sizes:
         """
         if math.log2(limit.gate * limit.up) + GATED + UP > 61:
             raise RangeError(f"{name}: products of gate and up do not fit")
+        if math.log2(limit.head) + NORMED + TURNED > 61:
+            raise RangeError(f"{name}: queries or keys do not fit")
         # Fraction bits that up may have before it is cut.
         up_bits = min(NORMED + TURNED, 60 - math.ceil(math.log2(limit.up)))
         return cls(
             value=min(QUERY + 2, 61 - EXP - math.ceil(math.log2(limit.value * LONGEST))),
-            score_bits=math.ceil(math.log2(limit.score + 4)),
+            score_bits=max(_SCORE_BITS, math.ceil(math.log2(limit.score + 4))),
             gate_cell=2.02 * limit.gate / 2**GATE_BITS,
             cut_up=up_bits - UP,
         )
@@ -314,8 +334,10 @@ class Layer:
 
     Attributes:
         norm1, norm2: ``[d]``. turned: scales of q, k and v, reals ``[heads*head + 2*groups*head]``, which go into the
-            rotary table. out, gate, up, down: integers by which outputs are multiplied. out_mean, down_mean: by which
-            their mean is taken off; None where it stays.
+            rotary table. out, gate, up, down: integers by which outputs are multiplied.
+        out_mean, down_mean: by which their mean is taken off; None where it stays.
+        heads, head_norms: scales of q and k, and weights of their norms, ``[(heads+groups)*head]``; None where heads
+            have no norms of their own.
     """
 
     norm1: U64
@@ -327,6 +349,8 @@ class Layer:
     down: U64
     out_mean: U64 | None
     down_mean: U64 | None
+    heads: U64 | None
+    head_norms: U64 | None
 
     @classmethod
     def of(cls, shape: Shape, sizes: Sizes, tensors: Mapping[str, F32], number: int) -> Layer:
@@ -335,8 +359,16 @@ class Layer:
         norms = [tensors[f"{prefix}{name}.weight"].astype(np.float64) for name in kind.norms]
         qkv, out, gate_up, down = (scales(tensors, prefix, modules) for modules in kind.modules)
         root, grown = math.sqrt(shape.d), 2.0 ** (RESIDUAL + SUM - INPUT)
-        turned = root * qkv
-        turned[: shape.heads * shape.head] /= math.sqrt(shape.head)
+        turned, queries, both = root * qkv, shape.heads * shape.head, (shape.heads + shape.groups) * shape.head
+        heads = head_norms = None
+        if kind.head_norms:
+            weights = [tensors[f"{prefix}{name}.weight"].astype(np.float64) for name in kind.head_norms]
+            heads = integers(turned[:both] * 2.0**TURNED)
+            head_norms = integers(
+                np.concatenate([np.tile(weights[0], shape.heads), np.tile(weights[1], shape.groups)]) * 2**NORM
+            )
+            turned[:both] = math.sqrt(shape.head) * 2.0 ** (NORMED - HEAD)
+        turned[:queries] /= math.sqrt(shape.head)
         return cls(
             norm1=integers(norms[0] * 2**NORM),
             norm2=integers(norms[1] * 2**NORM),
@@ -347,6 +379,8 @@ class Layer:
             down=integers(down * grown),
             out_mean=integers(out * grown / shape.d) if kind.centred else None,
             down_mean=integers(down * grown / shape.d) if kind.centred else None,
+            heads=heads,
+            head_norms=head_norms,
         )
 
 

@@ -64,7 +64,7 @@ class Trunc:
 
 @dataclass(frozen=True, slots=True)
 class TruncSquare:
-    """``[rows, d]`` to x truncated, and the sum of its squares of each row: one round. k <= 32, so that B^2 = 0."""
+    """``[rows, d]`` to x truncated, and the sum of its squares of each row: one round."""
 
     rows: int
     d: int
@@ -76,8 +76,10 @@ class TruncSquare:
         (opened,) = party.open(masked(party, x, r))
         h = halves(opened, self.k, a, b)
         two = np.uint64(2)
-        # (P - A + wB)^2, w^2 = w
-        squares = party.public(h.p * h.p) + aa - two * h.p * a + two * h.w * (h.p * b - ab)
+        # (P - A + wB)^2, with w^2 = w, and B^2 = 2^(64-k) B
+        squares = (
+            party.public(h.p * h.p) + aa - two * h.p * a + h.w * (two * (h.p * b - ab) + (b << np.uint64(64 - self.k)))
+        )
         return h.value(party), squares.sum(axis=1, dtype=np.uint64)
 
 
