@@ -1,4 +1,4 @@
-"""``sordino bench block`` on a tiny bundle: figures, errors, and one line for what it cannot do."""
+"""``sordino bench block`` and ``bench/two_party.py`` on a tiny bundle: figures, errors, and what they cannot do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from two_party import measure
 
 from sordino.client import bench_block
 from sordino.client.bench_block import LAST_NORM_ROUNDS, first_layers, run_block
@@ -58,6 +59,25 @@ def test_figures_of_the_two_party_profile(bundles: Callable[..., Path], tmp_path
     assert entry["dealer_bytes_client"] == sum(points for points, _ in sizes)
     assert entry["dealer_bytes_server"] == sum(map(sum, sizes))
     assert entry["dealer_bytes"] == entry["dealer_bytes_client"] + entry["dealer_bytes_server"]
+
+
+def test_figures_of_the_whole_model(bundles: Callable[..., Path]) -> None:
+    prompt, tokens = "the quick brown fox", 4
+    result = measure(bundles("llama"), prompt, tokens)
+    assert result["tokens_equal_clear"] == tokens
+    distributions = result["over_the_tokens_of_clear"]
+    assert distributions["places"] == distributions["same_top_token"] == tokens
+    assert 0 < distributions["kl_mean"] <= distributions["kl_max"] < 1e-3
+    assert distributions["logit_error_max"] < 0.05 * distributions["logit_deviation"]
+    online = result["online_a_token"]
+    assert len(online["token_s"]) == tokens - 1
+    assert online["rounds"] == 17 * 2 + LAST_NORM_ROUNDS
+    assert online["bytes_up"] > online["bytes_down"] > 0  # u of four products a layer goes up
+    dealt = result["dealer_bytes"]
+    assert dealt["prompt_to_client"] > dealt["token_to_client"] > 0
+    assert dealt["token_to_server"] > dealt["token_to_client"]
+    assert result["ahead_a_row"]["rows_at_a_time"] == 2 * (result["prompt_tokens"] + tokens)
+    assert all(size > 0 for size in result["resident_mib"].values())
 
 
 @pytest.mark.peers
