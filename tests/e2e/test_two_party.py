@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from stack import PROMPT, ServerProcess, connect_to
+from transformers import pipeline
 from twoparty import DealerProcess, serve_with, share_with
 
+from sordino.client.answers import Generation
 from sordino.client.kvcache import CACHE_NAMES
+from sordino.client.options import Options
 from sordino.client.twoparty.connect import TwoPartyConnected
 from sordino.shared.errors import ProtocolError, RangeError
 
@@ -34,7 +37,7 @@ def server(
 def shared(
     server: ServerProcess, dealer: DealerProcess, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TwoPartyConnected]:
-    connected = share_with(server, dealer, tmp_path_factory.mktemp("client"), ahead=48)
+    connected = share_with(server, dealer, tmp_path_factory.mktemp("client"), ahead=128)
     with connected.session:
         yield connected
 
@@ -111,3 +114,23 @@ def test_an_activation_out_of_its_domain_is_an_error(shared: TwoPartyConnected) 
     with pytest.raises(RangeError, match="left the domain"):
         shared.model(inputs_embeds=huge)
     assert ask(shared, 2) == before
+
+
+def test_drafts_are_verified_in_one_pass(shared: TwoPartyConnected) -> None:
+    """transformers' prompt lookup, which crops, and our own speculation: the same tokens in fewer passes."""
+    text = f"{PROMPT} {PROMPT}"
+    before = shared.session.spent.passes
+    right = ask(shared, 10, text)
+    plain = shared.session.spent.passes - before
+    assert ask(shared, 10, text, prompt_lookup_num_tokens=3) == right
+    inputs = shared.tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+    options = Options(max_tokens=10, temperature=0, speculate="ngram")
+    answers = Generation(shared, inputs, options).run()
+    assert [token.id for token in answers.answers[0].tokens] == right
+    assert answers.speculation is not None
+    assert answers.speculation.passes <= plain
+
+
+def test_pipelines_work(shared: TwoPartyConnected) -> None:
+    answer = pipeline("text-generation", model=shared.model, tokenizer=shared.tokenizer)
+    assert answer(PROMPT, max_new_tokens=3, do_sample=False)[0]["generated_text"].startswith(PROMPT)
