@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from parties import Run, signed, uniform
 
 from sordino.shared.twoparty import numbers as nb
 from sordino.shared.twoparty.cells import Domain
-from sordino.shared.twoparty.tables import EXP_PUBLIC, EXP_SHARE, GATED, Curve, Exp, Gated, Highest
+from sordino.shared.twoparty.tables import EXP_PUBLIC, EXP_SHARE, GATED, Activation, Curve, Exp, Gated, Highest
+
+RIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 
 
 @pytest.mark.parametrize("length", [7, 300])
@@ -51,24 +61,26 @@ def test_exp_over_its_domain() -> None:
     assert found[5] == 0
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("cell", [0.05, 0.15, 0.37])
-def test_gated_over_its_domain(cell: float) -> None:
-    """Of SiLU: the cubic term of a cell, 7 bits of the place for the curvature, rounding; times up, whose rounding
-    counts for large gates."""
+def test_gated_over_its_domain(cell: float, activation: Activation) -> None:
+    """Of the activation: the cubic term of a cell, 7 bits of the place for the curvature, rounding; times up, whose
+    rounding counts for large gates."""
     bits, k, cut, n = 10, 48, 20, 20_000
     span = 0.99 * cell * 2 ** (bits - 1)
     gate = np.linspace(-span, span, n)
     up = uniform(n, 22 + cut).astype(np.int64)
-    step = Gated(n, bits, k, cell, cut)
+    step = Gated(n, bits, k, cell, cut, activation)
     run = Run([step], step.run, np.rint(gate / cell * 2.0**k).astype(np.int64), up)
     found = signed(run.result) / 2.0 ** (GATED + nb.UP)
     real = up / 2.0 ** (cut + nb.UP)
-    silu = gate / (1 + np.exp(-gate))
-    error = np.abs(found - silu * real)
-    own = 2e-5 + 0.012 * cell**3 + 0.25 * cell**2 * 2.0**-6
-    allowed = own * (np.abs(real) + 2.0**-nb.UP) + np.abs(silu) * 2.0**-nb.UP
+    right = RIGHT[activation](torch.from_numpy(gate)).numpy()
+    error = np.abs(found - right * real)
+    third, second = (0.3, 0.5) if activation == "silu" else (0.9, 0.8)  # largest derivatives
+    own = 2e-5 + third / 24 * cell**3 + second / 2 * cell**2 * 2.0**-6
+    allowed = own * (np.abs(real) + 2.0**-nb.UP) + np.abs(right) * 2.0**-nb.UP
     large = np.abs(real) > 2
-    print(f"cell {cell}: SiLU's largest error {(error[large] / np.abs(real[large])).max():.1e}")
+    print(f"{activation}, cell {cell}: largest error {(error[large] / np.abs(real[large])).max():.1e}")
     assert (error <= allowed).all()
     assert run.parties[0].count.rounds == 2
 
