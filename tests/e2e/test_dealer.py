@@ -14,6 +14,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import sordino.shared.grpc_settings  # noqa: F401 - before grpc is imported, as by the parties
+
+# isort: split
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -291,10 +294,11 @@ def test_a_dealer_killed_in_mid_pass_and_started_again_gives_nothing_of_the_old_
             with pytest.raises(TransportError, match=r"cannot be reached for 0.5 s"):
                 _drain(source)
         process.start()
-        with Parties(process, LARGE, retry_s=60) as both:
+        with Parties(process, LARGE, retry_s=30) as both:
             source = both.streams[SERVER].ask(wanted(0, 30, 0))
             source.points(1000)
             process.kill()
+            time.sleep(1.5)  # longer than gRPC waits at first: it must be made to try again
             process.start()
             with pytest.raises(SessionLostError, match=r"has restarted.*begin a new session"):
                 _drain(source)

@@ -6,6 +6,7 @@ counters were used. Passes that were asked for ahead are asked for again.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -25,13 +26,16 @@ from sordino.shared.transport import ERROR_KEY, OPENED_KEY, authorization, error
 from sordino.shared.twoparty.numbers import Plan
 from sordino.shared.twoparty.tape import CLIENT
 
+log = logging.getLogger(__name__)
+
 U64 = NDArray[np.uint64]
 
 DEFAULT_DEALER_PORT: Final = 50552
 _MAX_PART_BYTES: Final = 2 << 20
 _AHEAD_BYTES: Final = 64 << 20  # that are read before they are needed
 _CALL_S: Final = 30.0  # for the short calls
-_RETRY_PAUSE_S: Final = 0.2
+_RETRY_PAUSE_S: Final = 0.1
+_PROBE_S: Final = 0.5
 _FAREWELL_S: Final = 2.0  # for the dealer to see a stream's end
 _WORD: Final = 8
 _FINAL: Final = (HandshakeError, SessionLostError)  # of errors of transport: trying again does not help
@@ -88,6 +92,15 @@ class Dealer:
         """gRPC's call of a new stream, of which nobody knows yet whether it will be accepted."""
         requests.put(pb.DealRequest(open=session))
         return self._stub.Deal(_until_none(requests), metadata=self._metadata)
+
+    def wait_for_connection(self, timeout_s: float) -> None:
+        """Lets the channel work on its connection: between calls that fail at once nobody would drive it."""
+        probe: Any = self._channel.unary_unary("/grpc.health.v1.Health/Check")
+        try:
+            probe(b"", wait_for_ready=True, timeout=timeout_s)
+        except (grpc.RpcError, ValueError) as error:  # the latter of a channel that was closed
+            # Connected or not, the next attempt says so by itself.
+            log.debug("probe: %s", error)
 
     def _call(self, method: Any, request: Any) -> Any:
         try:
@@ -389,6 +402,7 @@ class DealerStream:
                     raise
                 if time.monotonic() >= until:
                     raise TransportError(f"the dealer cannot be reached for {self._retry_s:g} s: {error}") from None
+                self._dealer.wait_for_connection(_PROBE_S)
                 time.sleep(_RETRY_PAUSE_S)
                 continue
             with self.changed:
