@@ -45,8 +45,21 @@ Progress = Callable[[int, int], None]
 MOST_ROWS: Final = 32  # of a pass; a longer prompt goes in several
 BLOCK_ROWS: Final = 32  # that are made ahead at a time
 _LARGEST: Final = 2.0**15  # of an embedding's entries
+# Of a row's sum of squares: from here on it wraps, and could come back into its domain.
+_LARGEST_SUM: Final = 2.0 ** (64 - 2 * nb.RESIDUAL)
 _CLOSED: Final = "the session is closed"
 _BROKEN: Final = "the session broke in something before: connect anew, nothing of it can be used again"
+
+
+def check_rows(rows: F64) -> None:
+    """Whether embedded rows ``[R, d]`` are any that a pass can tell right from wrong.
+
+    Raises:
+        RangeError: entries that are no numbers, or too large.
+    """
+    fits = np.isfinite(rows).all() and np.abs(rows).max(initial=0.0) < _LARGEST
+    if not (fits and np.square(rows).sum(axis=1).max(initial=0.0) < 0.999 * _LARGEST_SUM):
+        raise RangeError("an embedded row has entries that are no numbers, or too large: nothing was sent")
 
 
 class Spent(Count):
@@ -180,8 +193,7 @@ class PartySession:
             LimitError: too many rows for a cache. ProtocolError: the cache lacks ``kept``.
             SessionLostError: the session is over, or is now. SordinoError: of server or dealer; it is over now.
         """
-        if not np.isfinite(rows).all() or np.abs(rows).max(initial=0.0) >= _LARGEST:
-            raise RangeError("an embedded row has entries that are no numbers, or too large: nothing was sent")
+        check_rows(rows)
         if len(kept) + len(rows) > min(nb.LONGEST, self.plan.shape.positions):
             raise LimitError(f"{len(kept) + len(rows)} positions: a session of profile two-party has {nb.LONGEST}")
         if self.plan.shape.kind.centred:
