@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from sordino.dealer import points
 from sordino.dealer.press import Press
-from sordino.shared.twoparty.steps import Dot, Mix, Trunc, TruncMul, TruncSquare, dot, mix
+from sordino.shared.twoparty.steps import Trunc, TruncMul, TruncSquare, WithCache
 from sordino.shared.twoparty.tables import (
     EXP_SHARE,
     GATE_COARSE,
@@ -100,11 +100,6 @@ def _(step: Gated, press: Press) -> None:
         press.give(value * times)
 
 
-def deal_dot(step: Dot, press: Press, b: U64) -> None:
-    """``b [kept, groups, k]``: the masks of the rows of the cache that are alive."""
-    press.give(dot(press.words(step.rows, step.heads, step.k), b))
-
-
-def deal_mix(step: Mix, press: Press, b: U64) -> None:
-    """As :func:`deal_dot`."""
-    press.give(mix(press.words(step.rows, step.heads, step.kept), b))
+def deal_with_cache(step: WithCache, press: Press, b: U64) -> None:
+    """``b [kept, groups, k]``: the masks of the rows of the cache that are alive, of its keys or of its values."""
+    press.give(step.product(press.words(*step.inputs), b))

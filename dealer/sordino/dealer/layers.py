@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sordino.dealer.deal import deal, deal_dot, deal_mix
+from sordino.dealer.deal import deal, deal_with_cache
 from sordino.dealer.press import Press
 from sordino.shared.twoparty.cells import PAYLOAD_BYTES
 from sordino.shared.twoparty.forward import LastSteps, LayerSteps
 from sordino.shared.twoparty.numbers import Plan, Shape
 from sordino.shared.twoparty.points import BIT_LEAVES, BYTE_LEAVES, PAIR_LEAVES, WORD_LEAVES, width
-from sordino.shared.twoparty.steps import Dot, Mix, Trunc, TruncMul, TruncSquare
+from sordino.shared.twoparty.steps import Trunc, TruncMul, TruncSquare, WithCache
 from sordino.shared.twoparty.tables import Curve, Exp, Gated, Highest, ring
 from sordino.shared.twoparty.tape import append_masks
 
@@ -37,10 +38,8 @@ def size(step: Any) -> tuple[int, int]:
             return 0, 32 * rows * d
         case TruncMul(n=n, m=m):
             return 0, 48 * n * m + 16 * n
-        case Dot(rows=rows, heads=heads, kept=kept):
-            return 0, 8 * rows * heads * kept
-        case Mix(rows=rows, heads=heads, k=k):
-            return 0, 8 * rows * heads * k
+        case WithCache(outputs=outputs):
+            return 0, 8 * math.prod(outputs)
         case Curve(n=n, domain=domain):
             levels = domain.last_level - domain.first_level + 1
             return n * width(domain.last_level, PAYLOAD_BYTES * levels), 0
@@ -106,10 +105,8 @@ class PassMaker:
                 for counter in self._counters
             }
         for step in steps_of(self._plan, layer, self._rows, len(self._counters)):
-            if isinstance(step, Dot):
-                deal_dot(step, self._press, self._of(0, layer))
-            elif isinstance(step, Mix):
-                deal_mix(step, self._press, self._of(1, layer))
+            if isinstance(step, WithCache):
+                deal_with_cache(step, self._press, self._of(int(step.values), layer))
             else:
                 deal(step, self._press)
         self._layer += 1

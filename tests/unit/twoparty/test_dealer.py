@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sordino.dealer.deal import deal, deal_dot, deal_mix
+from sordino.dealer.deal import deal, deal_with_cache
 from sordino.dealer.layers import PassMaker, layer_bytes, size, steps_of
 from sordino.dealer.press import Press
 from sordino.dealer.sessions import Limits, Session, Sessions
@@ -21,7 +21,7 @@ from sordino.proto.v1 import dealer_pb2 as pb
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, SessionLostError, SordinoError
 from sordino.shared.twoparty.numbers import LONGEST, SUM, Plan, Shape, Sizes
 from sordino.shared.twoparty.passes import ranges
-from sordino.shared.twoparty.steps import Dot, Mix, dot
+from sordino.shared.twoparty.steps import WithCache
 from sordino.shared.twoparty.tape import CLIENT, SERVER, Given, Tape, append_masks
 
 
@@ -74,10 +74,8 @@ def by_hand(keys: tuple[bytes, bytes], number: int, rows: int, counters: list[in
     masks = shares[0] + shares[1]
     for layer in range(SHAPE.layers + 1):
         for step in steps_of(PLAN, layer, rows, len(counters)):
-            if isinstance(step, Dot):
-                deal_dot(step, press, masks[:, 0, layer])
-            elif isinstance(step, Mix):
-                deal_mix(step, press, masks[:, 1, layer])
+            if isinstance(step, WithCache):
+                deal_with_cache(step, press, masks[:, int(step.values), layer])
             else:
                 deal(step, press)
     return press.take()
@@ -90,10 +88,8 @@ def test_sizes_are_what_steps_take(rows: int, kept: int) -> None:
         total = 0
         for step in steps_of(PLAN, layer, rows, kept):
             press = Press((bytes(32), bytes(32)), 0)
-            if isinstance(step, Dot):
-                deal_dot(step, press, masks)
-            elif isinstance(step, Mix):
-                deal_mix(step, press, masks)
+            if isinstance(step, WithCache):
+                deal_with_cache(step, press, masks)
             else:
                 deal(step, press)
             points, corrections = press.take()
@@ -139,7 +135,8 @@ def test_a_product_with_the_cache_is_of_its_masks() -> None:
     a = sum(tape.words(1, SHAPE.heads, SHAPE.head) for tape in tapes)
     ab = sum(tape.given(1, SHAPE.heads, 3) for tape in tapes)
     shares = [append_masks(key, counters, 2, SHAPE.layers, SHAPE.groups, SHAPE.head) for key in keys]
-    assert np.array_equal(ab, dot(a, (shares[0] + shares[1])[:, 0, 0]))
+    step = WithCache(1, SHAPE.heads, SHAPE.groups, SHAPE.head, 3, values=False)
+    assert np.array_equal(ab, step.product(a, (shares[0] + shares[1])[:, 0, 0]))
 
 
 def _read_until_dot(tape: Tape) -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from parties import Run, signed, uniform
 
-from sordino.shared.twoparty.steps import Dot, Mix, Trunc, TruncMul, TruncSquare
+from sordino.dealer.deal import deal_with_cache
+from sordino.shared.twoparty.steps import Trunc, TruncMul, TruncSquare, WithCache
 
 EDGE = (1 << 62) - 1
 
@@ -78,25 +79,23 @@ def test_products_with_the_cache(heads: int, groups: int) -> None:
     of = np.repeat(right, heads // groups, axis=1)
     b = uniform(right.size, 64).reshape(right.shape)
     opened = (right - b).view(np.uint64)
-    step = Dot(rows, heads, groups, k, kept)
+    step = WithCache(rows, heads, groups, k, kept, values=False)
 
     def program(party, left, b_share):  # type: ignore[no-untyped-def]
         masked, material = step.begin(party, left)
         (shown,) = party.open(masked)
         return step.end(party, shown, material, opened, b_share)
 
-    from sordino.dealer.deal import deal_dot, deal_mix
-
-    run = Run([], program, left, b, dealt=lambda press: deal_dot(step, press, b.view(np.uint64)))
+    run = Run([], program, left, b, dealt=lambda press: deal_with_cache(step, press, b.view(np.uint64)))
     assert (signed(run.result) == np.einsum("rhk,thk->rht", left, of)).all()
 
     e = uniform(rows * heads * kept, 20).reshape(rows, heads, kept)
-    other = Mix(rows, heads, groups, k, kept)
+    other = WithCache(rows, heads, groups, k, kept, values=True)
 
     def mixing(party, e, b_share):  # type: ignore[no-untyped-def]
         masked, material = other.begin(party, e)
         (shown,) = party.open(masked)
         return other.end(party, shown, material, opened, b_share)
 
-    run = Run([], mixing, e, b, dealt=lambda press: deal_mix(other, press, b.view(np.uint64)))
+    run = Run([], mixing, e, b, dealt=lambda press: deal_with_cache(other, press, b.view(np.uint64)))
     assert (signed(run.result) == np.einsum("rht,thk->rhk", e, of)).all()

@@ -17,7 +17,7 @@ from sordino.shared.twoparty import numbers as nb
 from sordino.shared.twoparty.cells import Domain
 from sordino.shared.twoparty.numbers import Layer, Plan, Shape, Sizes, integers, rotary
 from sordino.shared.twoparty.party import Party
-from sordino.shared.twoparty.steps import Dot, Mix, Trunc, TruncMul, TruncSquare
+from sordino.shared.twoparty.steps import Trunc, TruncMul, TruncSquare, WithCache
 from sordino.shared.twoparty.tables import Curve, Exp, Gated, Highest, exp_tables, gate_table
 
 U64 = NDArray[np.uint64]
@@ -89,11 +89,11 @@ class LayerSteps:
     head_root: Curve | None
     head_normed: TruncMul | None
     turned: Trunc
-    dot: Dot
+    dot: WithCache
     highest: Highest
     exp: Exp
     total: Curve
-    mix: Mix
+    mix: WithCache
     attended: TruncMul
     cut: Trunc
     square2: TruncSquare
@@ -120,13 +120,13 @@ class LayerSteps:
             head_root=head_root if own else None,
             head_normed=TruncMul(turning, shape.head, nb.CUT_HEAD_OUT, head_cut) if own else None,
             turned=Trunc(rows * qkv, nb.CUT_TURNED),
-            dot=Dot(*attention),
+            dot=WithCache(*attention, values=False),
             highest=Highest(rows * shape.heads, kept, sizes.score_bits, nb.SCORE_CELL, -48, 96),
             exp=Exp(rows * shape.heads * kept, sizes.score_bits + 2, nb.SCORE),
             total=Curve(
                 rows * shape.heads, Domain("reciprocal", nb.EXP - 6, nb.EXP + 11, nb.EXP, nb.TOTAL + nb.CUT_TOTAL)
             ),
-            mix=Mix(*attention),
+            mix=WithCache(*attention, values=True),
             attended=TruncMul(rows * shape.heads, shape.head, nb.EXP + sizes.value - nb.MIXED, nb.CUT_TOTAL),
             cut=Trunc(rows * shape.heads * shape.head, nb.CUT_ATTENDED),
             square2=square,

@@ -317,7 +317,7 @@ class Plan:
             raise ValueError("eps or theta")
         for one in self.sizes:
             _check_whole(one.value, 1, QUERY + 2)
-            _check_whole(one.score_bits, 1, 20)
+            _check_whole(one.score_bits, _SCORE_BITS, 20)
             _check_whole(one.cut_up, 1, 60)
             if not 0 < float(one.gate_cell) < 1e6:
                 raise ValueError("gate_cell")

@@ -107,60 +107,42 @@ class TruncMul:
 
 
 @dataclass(frozen=True, slots=True)
-class Dot:
-    """``left [rows, heads, k]``, opened now, with ``right [kept, groups, k]`` of the cache, opened when it was
-    appended: ``[rows, heads, kept]``. A group is shared by heads / groups heads that follow each other."""
+class WithCache:
+    """Products of what is opened now with rows of the cache, which were opened when they were appended (§6.6).
+
+    Of ``left [rows, heads, k]`` with keys ``[kept, groups, k]``: ``[rows, heads, kept]``; or, with ``values``, of
+    ``left [rows, heads, kept]`` with values: ``[rows, heads, k]``. A group is shared by heads / groups heads that follow
+    each other.
+    """
 
     rows: int
     heads: int
     groups: int
     k: int
     kept: int
+    values: bool
+
+    @property
+    def inputs(self) -> tuple[int, int, int]:
+        return self.rows, self.heads, self.kept if self.values else self.k
+
+    @property
+    def outputs(self) -> tuple[int, int, int]:
+        return self.rows, self.heads, self.k if self.values else self.kept
+
+    def product(self, left: U64, cached: U64) -> U64:
+        """By ``cached [kept, groups, k]``."""
+        grouped = left.reshape(self.rows, self.groups, self.heads // self.groups, -1)
+        out: U64 = np.einsum("rght,tgk->rghk" if self.values else "rghk,tgk->rght", grouped, cached)
+        return out.reshape(self.outputs)
 
     def begin(self, party: Party, left: U64) -> tuple[U64, tuple[U64, U64]]:
         """What is to be opened, and what :meth:`end` needs."""
-        a = party.tape.words(self.rows, self.heads, self.k)
-        return left - a, (a, party.tape.given(self.rows, self.heads, self.kept))
+        a = party.tape.words(*self.inputs)
+        return left - a, (a, party.tape.given(*self.outputs))
 
-    def end(self, party: Party, opened: U64, material: tuple[U64, U64], right: U64, b: U64) -> U64:
-        """By ``right`` as it was opened, and the share ``b`` of its mask."""
+    def end(self, party: Party, opened: U64, material: tuple[U64, U64], cached: U64, b: U64) -> U64:
+        """By ``cached`` as it was opened, and the share ``b`` of its mask."""
         a, ab = material
-        # (l + a)(R + b) = l R + a R + l b + a b, of which l R is public
-        return ab + dot(party.public(opened) + a, right) + dot(opened, b)
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """As :class:`Dot`, ``left [rows, heads, kept]`` with ``right [kept, groups, k]``: ``[rows, heads, k]``."""
-
-    rows: int
-    heads: int
-    groups: int
-    k: int
-    kept: int
-
-    def begin(self, party: Party, left: U64) -> tuple[U64, tuple[U64, U64]]:
-        a = party.tape.words(self.rows, self.heads, self.kept)
-        return left - a, (a, party.tape.given(self.rows, self.heads, self.k))
-
-    def end(self, party: Party, opened: U64, material: tuple[U64, U64], right: U64, b: U64) -> U64:
-        a, ab = material
-        return ab + mix(party.public(opened) + a, right) + mix(opened, b)
-
-
-def dot(left: U64, right: U64) -> U64:
-    """``[rows, heads, k]`` by ``[kept, groups, k]``: ``[rows, heads, kept]``."""
-    rows, heads, k = left.shape
-    groups = right.shape[1]
-    grouped = left.reshape(rows, groups, heads // groups, k)
-    out: U64 = np.einsum("rghk,tgk->rght", grouped, right).reshape(rows, heads, -1)
-    return out
-
-
-def mix(left: U64, right: U64) -> U64:
-    """``[rows, heads, kept]`` by ``[kept, groups, k]``: ``[rows, heads, k]``."""
-    rows, heads, kept = left.shape
-    groups = right.shape[1]
-    grouped = left.reshape(rows, groups, heads // groups, kept)
-    out: U64 = np.einsum("rght,tgk->rghk", grouped, right).reshape(rows, heads, -1)
-    return out
+        # (l + a)(C + b) = l C + a C + l b + a b, of which l C is public
+        return ab + self.product(party.public(opened) + a, cached) + self.product(opened, b)
