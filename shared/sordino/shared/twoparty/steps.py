@@ -111,8 +111,8 @@ class WithCache:
     """Products of what is opened now with rows of the cache, which were opened when they were appended (§6.6).
 
     Of ``left [rows, heads, k]`` with keys ``[kept, groups, k]``: ``[rows, heads, kept]``; or, with ``values``, of
-    ``left [rows, heads, kept]`` with values: ``[rows, heads, k]``. A group is shared by heads / groups heads that follow
-    each other.
+    ``left [rows, heads, kept]`` with values: ``[rows, heads, k]``. A group is shared by heads / groups heads that
+    follow each other.
     """
 
     rows: int
