@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from inprocess import InProcess
 from stack import PROMPT, ServerProcess
 from twoparty import DealerProcess, serve_with
@@ -38,13 +39,14 @@ from sordino.shared.errors import (
 from sordino.shared.twoparty.source import Dealer
 
 IDLE_S = 1.5
+PLACES = 6
 
 
 class PartyServer(InProcess):
     """In this process, so that its threads can be counted; with a short patience."""
 
     def __init__(self, bundle: Path, dealer: DealerProcess) -> None:
-        limits = Limits(idle_s=IDLE_S, max_two_party_per_identity=3)
+        limits = Limits(idle_s=IDLE_S, max_two_party=PLACES)
         store = MatrixStore(bundle, "cpu")
         self.dealer = Dealer(dealer.target, dealer.ca, dealer.token_file("server").read_text().strip())
         service = SordinoService(store, limits, two_party=(TwoPartyModel(store), self.dealer))
@@ -102,9 +104,9 @@ def linked(server: PartyServer, dealer: DealerProcess, cache: Path) -> Iterator[
         one.close()
 
 
-def link_to(target: str, dealer: DealerProcess, cache: Path, **options: Any) -> TwoPartyConnected:
-    token = dealer.token_file("client").read_text().strip()
-    fixed: dict[str, Any] = {"dealer": dealer.target, "dealer_ca": dealer.ca, "dealer_token": token, "ahead": 6}
+def link_to(target: str, running: DealerProcess, cache: Path, **options: Any) -> TwoPartyConnected:
+    token = running.token_file("client").read_text().strip()
+    fixed: dict[str, Any] = {"dealer": running.target, "dealer_ca": running.ca, "dealer_token": token, "ahead": 6}
     return connect(target, **{**fixed, "cache": cache, "timeout_s": 20, "retry_s": 5, **options})
 
 
@@ -287,9 +289,9 @@ def party_threads() -> list[threading.Thread]:
 
 def until(there: Callable[[], bool], seconds: float = 20) -> bool:
     end = time.monotonic() + seconds
-    while not there() and time.monotonic() < end:
+    while not (found := there()) and time.monotonic() < end:
         time.sleep(0.02)
-    return there()
+    return found
 
 
 def test_clients_that_vanish_in_the_middle_leave_nothing(
@@ -302,7 +304,7 @@ def test_clients_that_vanish_in_the_middle_leave_nothing(
     def vanish(message: Any) -> None:
         held[-1].session._call.cancel()
 
-    for _ in range(5):
+    for _ in range(PLACES + 1):
         connected = linked(Once("down", "words", 9, vanish))
         held.append(connected)
         with pytest.raises(SessionLostError):
@@ -402,6 +404,45 @@ def test_a_session_that_does_not_open_leaves_nothing(linked: Callable[..., TwoPa
         with pytest.raises(SordinoError):
             linked(Once("up", "session", 0, setting("session.digest", bytes(32))))
     assert until(lambda: len(party_threads()) <= before), [one.name for one in party_threads()]
+
+
+def test_one_client_more_than_there_is_room_for(linked: Callable[..., TwoPartyConnected]) -> None:
+    held: list[TwoPartyConnected] = []
+
+    def fill() -> None:
+        while len(held) <= PLACES:
+            held.append(linked(ahead=0))
+
+    with pytest.raises(LimitError, match="two-party sessions"):
+        fill()
+    held.pop().session.close()
+
+    def opens() -> bool:
+        try:
+            linked(ahead=0)
+        except LimitError:
+            return False
+        return True
+
+    assert until(opens), "a place is free again"
+
+
+def test_a_dealer_that_is_not_there(linked: Callable[..., TwoPartyConnected]) -> None:
+    """An error, in seconds, and no session without one."""
+    with pytest.raises(TransportError, match=r"nothing listens there|cannot be reached"):
+        linked(dealer="grpcs://localhost:1")
+
+
+def test_a_model_in_bfloat16(linked: Callable[..., TwoPartyConnected]) -> None:
+    """Case 5.10. What is the client's own has the type that it likes: the same tokens, within that type's precision."""
+    connected = linked(ahead=16)
+    ids = torch.tensor([[40, 41, 42, 43]])
+    with torch.no_grad():
+        right = connected.model(ids).logits
+        found = connected.model.to(torch.bfloat16)(ids).logits
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - right).abs().max() < 0.05 * right.abs().max()
+    assert (found.argmax(-1) == right.argmax(-1)).float().mean() >= 0.75
 
 
 def test_a_dealer_that_is_killed_in_an_answer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,8 @@ from scipy.stats import chisquare
 from sordino.client.twoparty.session import check_rows
 from sordino.dealer.layers import PassMaker
 from sordino.server.store import MatrixStore
-from sordino.server.twoparty.session import TwoPartyModel
-from sordino.shared.errors import RangeError, TransportError
+from sordino.server.twoparty.session import StreamLink, TwoPartyModel
+from sordino.shared.errors import LimitError, RangeError, SessionLostError, TransportError
 from sordino.shared.manifest import CLIENT_DIR
 from sordino.shared.twoparty import numbers as nb
 from sordino.shared.twoparty.forward import HIDDEN, Cache, Model, forward
@@ -90,6 +91,23 @@ def test_products_of_shares_that_are_all_one() -> None:
 def test_a_dealer_without_tls_is_refused_unless_on_loopback() -> None:
     with pytest.raises(TransportError, match=r"grpcs://|loopback|TLS"):
         Dealer("grpc://dealer.example:50552", None, "token")
+
+
+# -- a client that goes on without waiting -----------------------------------------------------------------------------
+
+
+def test_words_that_a_pass_has_not_come_to_are_few() -> None:
+    """A server keeps no more of them in memory; the end of the client always gets through."""
+    with asyncio.Runner() as runner:
+        link = StreamLink(runner.get_loop(), lambda words: None)
+        for _ in range(8):
+            link.put(bytes(8))
+        with pytest.raises(LimitError, match="wait for its answers"):
+            link.put(bytes(8))
+        link.put(None)
+        assert [link.receive() for _ in range(8)] == [bytes(8)] * 8
+        with pytest.raises(SessionLostError, match="client is gone"):
+            link.receive()
 
 
 # -- 5.7: at the ends of a domain --------------------------------------------------------------------------------------
