@@ -129,8 +129,8 @@ _NOTES: Final = (
 
 
 def _measure(own: list[Passes], repeats: int) -> None:
-    for _ in range(repeats):
-        for passes in own:
+    for passes in own:
+        for _ in range(repeats):
             passes.measure()
 
 
