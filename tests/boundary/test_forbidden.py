@@ -46,6 +46,7 @@ GRPC_FILES = (
     "server/sordino/server/metrics.py",  # an interceptor that counts them
     "client/sordino/client/transport*",
     "client/sordino/client/route.py",  # a channel for each of several servers
+    "client/sordino/client/bench_block.py",  # counts what a dealer sends
     "client/sordino/client/proxy.py",  # the recording proxy of `sordino audit wire`
     "client/sordino/client/cli*",
     "server/sordino/server/cli*",

@@ -177,7 +177,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         tokens: None on a server without authentication.
         first_s: for the first message of all other calls, which is small and at hand.
         idle_s: for later messages, and for an answer to go out.
-        kv_idle_s: between messages of ``Attend``, whose pages take memory.
+        kv_idle_s: between messages of ``Attend`` and of ``Compute``, whose caches take memory.
     """
 
     def __init__(
@@ -201,6 +201,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             f"/{service}/Provision": (idle_s, idle_s, idle_s),
             f"/{service}/Evaluate": (first_s, math.inf, idle_s),
             f"/{service}/Attend": (first_s, kv_idle_s, idle_s),
+            f"/{service}/Compute": (first_s, kv_idle_s, idle_s),
         }
 
     async def intercept_service(

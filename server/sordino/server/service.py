@@ -341,7 +341,7 @@ class SordinoService(pb_grpc.SordinoServicer):
             raise ProtocolError("the first message of a stream must set `open`, for protocol TWO_PARTY")
         self._check_fingerprint(first.open)
         try:
-            await compute(*self._two_party, requests, call, self._in_thread)
+            await compute(*self._two_party, requests, call, self._in_thread, self._limits.idle_s)
         finally:
             self._afterwards(return_memory)
 

@@ -20,9 +20,14 @@ InThread: TypeAlias = Callable[..., Awaitable[Any]]
 _UNREAD: Final = 8
 
 
-async def compute(model: TwoPartyModel, dealer: Dealer, requests: Call, call: Call, in_thread: InThread) -> None:
+async def compute(
+    model: TwoPartyModel, dealer: Dealer, requests: Call, call: Call, in_thread: InThread, silence_s: float
+) -> None:
     """Serves one session, after its first message, until its client ends the stream. A session whose stream ends, for
     whatever reason, is over.
+
+    Args:
+        silence_s: for which a client may send nothing in the middle of a pass.
 
     Raises:
         SordinoError: the session cannot be joined, or a request does not fit.
@@ -51,7 +56,7 @@ async def compute(model: TwoPartyModel, dealer: Dealer, requests: Call, call: Ca
         await in_thread(join)
         session = PartySession(model, joined[0], first.session.public_key)
         await call.write(pb.ComputeResponse(joined=True))
-        await _serve(session, requests, call, in_thread, passes)
+        await _serve(session, requests, call, in_thread, passes, silence_s)
     except SessionLostError as error:  # which to a client would mean its own with this server
         raise TransportError(f"of the session at the dealer: {error}") from None
     finally:
@@ -60,7 +65,12 @@ async def compute(model: TwoPartyModel, dealer: Dealer, requests: Call, call: Ca
 
 
 async def _serve(
-    session: PartySession, requests: Call, call: Call, in_thread: InThread, passes: list[asyncio.Future[None]]
+    session: PartySession,
+    requests: Call,
+    call: Call,
+    in_thread: InThread,
+    passes: list[asyncio.Future[None]],
+    silence_s: float,
 ) -> None:
     """``passes`` holds the one that is under way, if there is one."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -108,7 +118,7 @@ async def _serve(
             elif passes:
                 raise ProtocolError("a pass begins, or products are made, when the pass before has ended")
             elif kind == "forward":
-                link = StreamLink(loop, send)
+                link = StreamLink(loop, send, silence_s)
                 passes.append(asyncio.ensure_future(forward(request.forward, link)))
                 passes[0].add_done_callback(ended)
             else:

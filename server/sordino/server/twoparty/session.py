@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Final
 
 import numpy as np
@@ -22,6 +22,7 @@ from sordino.shared.errors import (
     LimitError,
     ProtocolError,
     SessionLostError,
+    TransportError,
     UnknownGroupError,
     UnsupportedModelError,
 )
@@ -133,9 +134,10 @@ def _taken_off(bias: F64, *, centred: bool) -> F64:
 class StreamLink:
     """Messages of a pass, between the loop that has the stream and the thread that computes."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], None], silence_s: float) -> None:
         self._loop = loop
         self._send = send
+        self._silence_s = silence_s
         self._came: SimpleQueue[bytes | None] = SimpleQueue()
 
     def put(self, message: bytes | None) -> None:
@@ -152,7 +154,10 @@ class StreamLink:
         self._loop.call_soon_threadsafe(self._send, message)
 
     def receive(self) -> bytes:
-        message = self._came.get()
+        try:
+            message = self._came.get(timeout=self._silence_s)
+        except Empty:
+            raise TransportError(f"the client has sent nothing for {self._silence_s:.0f} s, in mid-pass") from None
         if message is None:
             raise SessionLostError("the client is gone in the middle of a pass")
         return message
