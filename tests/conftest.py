@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that forks cannot do so where an earlier one had a gRPC server of asyncio in this process: its poller
+    stays, and gRPC does not prepare for a fork while another thread is in it."""
+    polled = any("_poll_wrapper" in thread.name for thread in threading.enumerate())
+    if not polled or pyfuncitem.get_closest_marker("forks") is None:
+        return None
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, env=inherited, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return True
 
 
 def pytest_configure() -> None:

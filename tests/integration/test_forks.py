@@ -27,7 +27,7 @@ from sordino.shared.errors import SessionLostError
 from sordino.shared.pages import KEYS, N
 from sordino.shared.rlwe import PARAMS
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork"), pytest.mark.forks]
 Use = Callable[[Connected, Path], object]
 
 

@@ -99,7 +99,7 @@ def test_a_dealer_without_tls_is_refused_unless_on_loopback() -> None:
 def test_words_that_a_pass_has_not_come_to_are_few() -> None:
     """A server keeps no more of them in memory; the end of the client always gets through."""
     with asyncio.Runner() as runner:
-        link = StreamLink(runner.get_loop(), lambda words: None)
+        link = StreamLink(runner.get_loop(), lambda words: None, 60.0)
         for _ in range(8):
             link.put(bytes(8))
         with pytest.raises(LimitError, match="wait for its answers"):
