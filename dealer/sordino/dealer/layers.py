@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from sordino.dealer.deal import deal, deal_with_cache
 from sordino.dealer.press import Press
-from sordino.shared.twoparty.cells import PAYLOAD_BYTES
 from sordino.shared.twoparty.forward import LastSteps, LayerSteps
 from sordino.shared.twoparty.numbers import Plan, Shape
 from sordino.shared.twoparty.points import BIT_LEAVES, BYTE_LEAVES, PAIR_LEAVES, WORD_LEAVES, width
@@ -41,8 +40,7 @@ def size(step: Any) -> tuple[int, int]:
         case WithCache(outputs=outputs):
             return 0, 8 * math.prod(outputs)
         case Curve(n=n, domain=domain):
-            levels = domain.last_level - domain.first_level + 1
-            return n * width(domain.last_level, PAYLOAD_BYTES * levels), 0
+            return n * domain.width, 0
         case Highest(lines=lines, length=length, bits=bits, thresholds=thresholds):
             ring_bits = 8 * np.dtype(ring(length)).itemsize
             lanes = BYTE_LEAVES if ring_bits == 8 else PAIR_LEAVES

@@ -55,8 +55,7 @@ class Curve:
     def begin(self, party: Party, x: U64) -> tuple[U64, tuple[U8, U64]]:
         """What is to be opened, and what :meth:`end` needs."""
         r = party.tape.words(self.n)
-        levels = self.domain.last_level - self.domain.first_level + 1
-        return x + r, party.tape.points(self.n, points.width(self.domain.last_level, cells.PAYLOAD_BYTES * levels))
+        return x + r, party.tape.points(self.n, self.domain.width)
 
     def end(self, party: Party, opened: U64, material: tuple[U8, U64]) -> tuple[U64, U64]:
         return cells.evaluate(*material, party.index, opened, self.domain)
