@@ -15,10 +15,10 @@ from two_party import measure
 
 from sordino.client import bench_block
 from sordino.client.bench_block import LAST_NORM_ROUNDS, first_layers, run_block
-from sordino.dealer.layers import size, steps_of
 from sordino.server.store import MatrixStore
 from sordino.server.twoparty.session import TwoPartyModel
 from sordino.shared.errors import RangeError, SordinoError
+from sordino.shared.twoparty.amounts import size, steps_of
 
 CONTEXT = 40  # more rows before it than one pass takes
 REPEATS = 3

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from sordino.dealer.deal import deal, deal_with_cache
-from sordino.dealer.layers import PassMaker, layer_bytes, size, steps_of
+from sordino.dealer.layers import PassMaker
 from sordino.dealer.press import Press
 from sordino.dealer.sessions import Limits, Session, Sessions
 from sordino.proto.v1 import dealer_pb2 as pb
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, SessionLostError, SordinoError
+from sordino.shared.twoparty.amounts import layer_bytes, size, steps_of
 from sordino.shared.twoparty.numbers import LONGEST, SUM, Plan, Shape, Sizes
 from sordino.shared.twoparty.passes import ranges
 from sordino.shared.twoparty.steps import WithCache

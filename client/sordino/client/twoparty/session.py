@@ -29,13 +29,14 @@ from sordino.shared.errors import (
     TransportError,
 )
 from sordino.shared.twoparty import numbers as nb
+from sordino.shared.twoparty.amounts import pass_bytes
 from sordino.shared.twoparty.dealt import Dealt
 from sordino.shared.twoparty.forward import HIDDEN, MATRICES, Cache, Model, forward
 from sordino.shared.twoparty.lwe import word_shape
 from sordino.shared.twoparty.numbers import Plan
 from sordino.shared.twoparty.party import Count, Party
-from sordino.shared.twoparty.passes import Counters, ranges
-from sordino.shared.twoparty.source import Dealer
+from sordino.shared.twoparty.passes import Counters, counters_of, ranges
+from sordino.shared.twoparty.source import AHEAD_BYTES, Dealer, PassSource
 from sordino.shared.twoparty.tape import CLIENT, Tape
 
 U64 = NDArray[np.uint64]
@@ -112,6 +113,7 @@ class PartySession:
         self._cache = Cache.empty(self.plan.shape)
         self._counters = Counters()
         self._next_pass = self._next_row = 0
+        self._ahead: tuple[deal_pb.Pass, PassSource] | None = None
         # Of each matrix: rows r that nothing has been masked with, and c = W r + s of them.
         self._rows: dict[tuple[int, int], deque[tuple[U64, U64]]] = {
             (layer, matrix): deque() for layer in range(self.plan.shape.layers) for matrix in MATRICES
@@ -219,12 +221,12 @@ class PartySession:
         """Hidden states, and how many wires left their domain."""
         start = time.perf_counter()
         shape, count = self.plan.shape, len(rows)
-        wanted = deal_pb.Pass(number=self._next_pass, rows=count, first_counter=self._next_row, kept=ranges(kept))
-        self._next_pass += 1
-        self._next_row += count
+        plain = len(kept) == len(self._cache)
+        wanted, source = self._begin(count, kept)
         new = self._counters.extend(self._cache, wanted, self._dealing.key, shape)
-        source = self._dealing.ask(wanted)
         self._put(pb.ComputeRequest(forward=wanted))
+        if plain and count == 1:  # one token after another, and so probably the next
+            self._ask_ahead(1, self._cache.counters)
         party = Party(Tape(CLIENT, self._dealing.key, wanted.number, source), self)
         x = np.rint(rows * 2.0**nb.RESIDUAL).astype(np.int64).view(np.uint64)
         hidden, outside = forward(party, self._model, self, self._cache, new, x)
@@ -232,6 +234,38 @@ class PartySession:
         self._add(party.count, time.perf_counter() - start)
         words = hidden + theirs[1:].reshape(hidden.shape)
         return words.view(np.int64) * (2.0**-HIDDEN * shape.d**0.5) + self._last_bias, int((outside + theirs[:1])[0])
+
+    def _begin(self, rows: int, kept: Sequence[int]) -> tuple[deal_pb.Pass, PassSource]:
+        """A pass, and its material: that which was asked for ahead, if it is of such a pass."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            wanted, source = ahead
+            if wanted.rows == rows and counters_of(wanted.kept) == list(kept):
+                return ahead
+            source.drop()
+        wanted = deal_pb.Pass(number=self._next_pass, rows=rows, first_counter=self._next_row, kept=ranges(kept))
+        self._next_pass += 1
+        self._next_row += rows
+        return wanted, self._dealing.ask(wanted)
+
+    def ask_ahead(self, rows: int, kept: Sequence[int]) -> None:
+        """Lets both parties have the dealer make what the next pass takes, if it is one of so many rows after ``kept``;
+        returns when this party has all of it. Whatever was asked for before is not used.
+
+        Raises:
+            SessionLostError: the session is over, or is now. SordinoError: of server or dealer; it is over now.
+        """
+        with self._turn_of_one():
+            if self._ahead is None:
+                self._ask_ahead(rows, kept)
+            if self._ahead is not None:
+                self._ahead[1].wait()
+
+    def _ask_ahead(self, rows: int, kept: Sequence[int]) -> None:
+        """If both can read all of it before it is needed."""
+        if pass_bytes(self.plan, rows, len(kept) + rows) < AHEAD_BYTES // 2:  # and this pass
+            self._ahead = self._begin(rows, kept)
+            self._put(pb.ComputeRequest(ahead=self._ahead[0]))
 
     def _add(self, count: Count, seconds: float) -> None:
         spent = self.spent

@@ -226,18 +226,20 @@ class AttendResponse(_message.Message):
     def __init__(self, id: _Optional[int] = ..., c0: _Optional[bytes] = ..., c1: _Optional[bytes] = ..., c2: _Optional[bytes] = ..., compute_us: _Optional[int] = ...) -> None: ...
 
 class ComputeRequest(_message.Message):
-    __slots__ = ("open", "session", "products", "forward", "words")
+    __slots__ = ("open", "session", "products", "forward", "words", "ahead")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PRODUCTS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     WORDS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     open: Open
     session: PartySession
     products: WordProducts
     forward: _dealer_pb2.Pass
     words: bytes
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., session: _Optional[_Union[PartySession, _Mapping]] = ..., products: _Optional[_Union[WordProducts, _Mapping]] = ..., forward: _Optional[_Union[_dealer_pb2.Pass, _Mapping]] = ..., words: _Optional[bytes] = ...) -> None: ...
+    ahead: _dealer_pb2.Pass
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., session: _Optional[_Union[PartySession, _Mapping]] = ..., products: _Optional[_Union[WordProducts, _Mapping]] = ..., forward: _Optional[_Union[_dealer_pb2.Pass, _Mapping]] = ..., words: _Optional[bytes] = ..., ahead: _Optional[_Union[_dealer_pb2.Pass, _Mapping]] = ...) -> None: ...
 
 class PartySession(_message.Message):
     __slots__ = ("session", "digest", "public_key")

@@ -12,7 +12,7 @@ from sordino.server.calls import Call
 from sordino.server.twoparty.session import PartySession, StreamLink, TwoPartyModel
 from sordino.shared.errors import LimitError, ProtocolError, SessionLostError, TransportError
 from sordino.shared.twoparty.dealt import Dealt
-from sordino.shared.twoparty.source import Dealer
+from sordino.shared.twoparty.source import Dealer, PassSource
 
 InThread: TypeAlias = Callable[..., Awaitable[Any]]
 
@@ -99,8 +99,8 @@ async def _serve(
         while True:
             await call.write(await outgoing.get())
 
-    async def forward(wanted: Any, link: StreamLink) -> None:
-        share = await in_thread(session.forward, wanted, link)
+    async def forward(wanted: Any, source: PassSource, link: StreamLink) -> None:
+        share = await in_thread(session.forward, wanted, source, link)
         passes.clear()  # before the client can know, who asks for the next one then
         send(share)
 
@@ -113,13 +113,15 @@ async def _serve(
                 if link is None or not passes:
                     raise ProtocolError("words of no pass: a pass begins with its numbers")
                 link.put(request.words)
+            elif kind == "ahead":
+                session.ask_ahead(request.ahead)
             elif kind not in ("forward", "products"):
                 raise ProtocolError("a request of a session holds products, a pass or words, this one none of them")
             elif passes:
                 raise ProtocolError("a pass begins, or products are made, when the pass before has ended")
             elif kind == "forward":
                 link = StreamLink(loop, send, silence_s)
-                passes.append(asyncio.ensure_future(forward(request.forward, link)))
+                passes.append(asyncio.ensure_future(forward(request.forward, session.begin(request.forward), link)))
                 passes[0].add_done_callback(ended)
             else:
                 answers = session.products(request.products)

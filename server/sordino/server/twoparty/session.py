@@ -45,6 +45,7 @@ from sordino.shared.twoparty.numbers import (
 )
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.passes import Counters
+from sordino.shared.twoparty.source import PassSource
 from sordino.shared.twoparty.tape import SERVER, Tape
 
 U64 = NDArray[np.uint64]
@@ -103,6 +104,11 @@ class TwoPartyModel:
         if layer >= len(self._matrices) or number >= len(MATRICES):
             raise UnknownGroupError(f"matrix {number} of layer {layer} does not exist")
         return self._matrices[layer][number]
+
+
+def _check_rows(wanted: deal_pb.Pass) -> None:
+    if wanted.rows > _MOST_PASS:
+        raise LimitError(f"a pass of {wanted.rows} rows: it has at most {_MOST_PASS}, send them in several")
 
 
 def _layer(
@@ -178,6 +184,7 @@ class PartySession:
         self._came: list[bytes] = []
         # Of each matrix: the server's masks of rows that no pass has used.
         self._masks: dict[tuple[int, int], list[U64]] = {}
+        self._ahead: tuple[deal_pb.Pass, PassSource] | None = None
 
     def products(self, request: pb.WordProducts) -> Iterator[pb.WordAnswers]:
         """Answers to a request, of which this is one message of several.
@@ -211,24 +218,47 @@ class PartySession:
                 masks += list(np.concatenate(parts, axis=1)[: request.rows])
             yield pb.WordAnswers(ciphertexts=message, last=done)
 
-    def forward(self, wanted: deal_pb.Pass, link: StreamLink) -> bytes:
-        """One pass; returns its last message, the server's share of the hidden states.
+    def ask_ahead(self, wanted: deal_pb.Pass) -> None:
+        """Asks the dealer for a pass that has not begun.
 
         Raises:
-            ProtocolError: the pass does not fit what went before. LimitError: it has too many rows.
-            SessionLostError: the client goes in the middle. SordinoError: of the dealer.
+            ProtocolError: this was done, and no pass has begun since. LimitError: it has too many rows.
         """
-        if wanted.rows > _MOST_PASS:
-            raise LimitError(f"a pass of {wanted.rows} rows: it has at most {_MOST_PASS}, send them in several")
-        ahead = min(
+        _check_rows(wanted)
+        if self._ahead is not None:
+            raise ProtocolError("a pass was asked for ahead: one at a time, until the next begins")
+        self._ahead = wanted, self._dealing.ask(wanted)
+
+    def begin(self, wanted: deal_pb.Pass) -> PassSource:
+        """Material for the pass that begins.
+
+        Raises:
+            ProtocolError: not enough was made ahead for it. LimitError: it has too many rows.
+        """
+        _check_rows(wanted)
+        made = min(
             len(self._masks.get((layer, matrix), ()))
             for layer in range(self._model.plan.shape.layers)
             for matrix in range(len(MATRICES))
         )
-        if wanted.rows > ahead:
-            raise ProtocolError(f"a pass of {wanted.rows} rows, and {ahead} were made ahead: ask for products first")
+        if wanted.rows > made:
+            raise ProtocolError(f"a pass of {wanted.rows} rows, and {made} were made ahead: ask for products first")
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            if ahead[0] == wanted:
+                return ahead[1]
+            ahead[1].drop()
+        return self._dealing.ask(wanted)
+
+    def forward(self, wanted: deal_pb.Pass, source: PassSource, link: StreamLink) -> bytes:
+        """The pass; returns its last message, the server's share of the hidden states.
+
+        Raises:
+            ProtocolError: it does not fit what went before. SessionLostError: the client goes in the middle.
+            SordinoError: of the dealer.
+        """
         new = self._counters.extend(self._cache, wanted, self._dealing.key, self._model.plan.shape)
-        tape = Tape(SERVER, self._dealing.key, wanted.number, self._dealing.ask(wanted))
+        tape = Tape(SERVER, self._dealing.key, wanted.number, source)
         party = Party(tape, link)
         x = np.zeros((wanted.rows, self._model.plan.shape.d), np.uint64)
         hidden, outside = forward(party, self._model.public, self, self._cache, new, x)

@@ -32,7 +32,7 @@ U64 = NDArray[np.uint64]
 
 DEFAULT_DEALER_PORT: Final = 50552
 _MAX_PART_BYTES: Final = 2 << 20
-_AHEAD_BYTES: Final = 64 << 20  # that are read before they are needed
+AHEAD_BYTES: Final = 64 << 20  # that are read before they are needed
 _CALL_S: Final = 30.0  # for the short calls
 _RETRY_PAUSE_S: Final = 0.1
 _PROBE_S: Final = 0.5
@@ -83,7 +83,7 @@ class Dealer:
         *,
         retry_s: float = 30.0,
         silence_s: float = 120.0,
-        ahead_bytes: int = _AHEAD_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
     ) -> DealerStream:
         """Material for one party of a session. See :class:`DealerStream`."""
         return DealerStream(self, session, party, retry_s=retry_s, silence_s=silence_s, ahead_bytes=ahead_bytes)
@@ -191,6 +191,7 @@ class PassSource:
 
     Attributes:
         wanted: the pass. begun: a part has come. sent, again: it was asked for, and on a new stream again.
+        complete: all has come. dropped: nobody will read it.
     """
 
     def __init__(self, stream: DealerStream, wanted: pb.Pass) -> None:
@@ -199,7 +200,7 @@ class PassSource:
         self.sent = self.again = False
         self._stream = stream
         self._points, self._words = _Bytes(), _Bytes()
-        self._complete = False
+        self.complete = self.dropped = False
 
     def corrections(self, count: int) -> U64:
         """
@@ -214,14 +215,18 @@ class PassSource:
         held, at = self._take(self._points, count)
         return held[at : at + count]
 
+    def wait(self) -> None:
+        """Until all is there. Raises as :meth:`corrections`."""
+        with self._stream.changed:
+            self._stream.wait(lambda: self.complete)
+
     def finish(self) -> None:
         """To be called when all was read.
 
         Raises:
             ProtocolError: the dealer sent more than that.
         """
-        with self._stream.changed:
-            self._stream.wait(lambda: self._complete)
+        self.wait()
         if rest := self._points.rest + self._words.rest:
             raise ProtocolError(f"the dealer sent {rest} bytes too many for pass {self.wanted.number}")
 
@@ -236,16 +241,25 @@ class PassSource:
         if len(part.corrections) % _WORD or (part.corrections and party == CLIENT):
             raise ProtocolError("the dealer sent corrections of a wrong size, or to a client")
         self.begun = True
-        self._complete = part.last
+        self.complete = part.last
+        if self.dropped:
+            return 0
         for into, data in ((self._points, part.points), (self._words, part.corrections)):
             if data:
                 into.put(data)
         return len(part.points) + len(part.corrections)
 
+    def drop(self) -> None:
+        """Nobody will read what has come and what will come."""
+        with self._stream.changed:
+            self.dropped = True
+            self._stream.took(self._points.rest + self._words.rest)
+            self._points, self._words = _Bytes(), _Bytes()
+
     def _take(self, which: _Bytes, size: int) -> tuple[bytes, int]:
         with self._stream.changed:
             if not which.have(size):
-                self._stream.wait(lambda: self._complete or which.have(size))
+                self._stream.wait(lambda: self.complete or which.have(size))
                 if not which.have(size):
                     raise ProtocolError(f"the dealer sent too little for pass {self.wanted.number}")
             self._stream.took(size)
@@ -283,7 +297,7 @@ class DealerStream:
         self._thread.start()
 
     def ask(self, wanted: pb.Pass) -> PassSource:
-        """Asks for a pass, ahead of need; returns at once.
+        """Asks for a pass, ahead of need; returns at once. What is asked for must be read, or dropped.
 
         Errors show when the material is read: TransportError (the dealer is gone, or the stream broke in mid-pass: the
         pass must be asked for anew, under another number and other counters, by both parties), SessionLostError (the
