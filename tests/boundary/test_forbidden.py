@@ -43,7 +43,6 @@ GRPC_FILES = (
     "server/sordino/server/app*.py",
     "server/sordino/server/calls.py",  # interceptors
     "server/sordino/server/places.py",  # ends calls
-    "server/sordino/server/metrics.py",  # an interceptor that counts them
     "client/sordino/client/transport*",
     "client/sordino/client/route.py",  # a channel for each of several servers
     "client/sordino/client/bench_block.py",  # counts what a dealer sends

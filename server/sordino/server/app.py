@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from sordino.proto.v1 import sordino_pb2_grpc as pb_grpc
 from sordino.server import parallel
 from sordino.server.calls import CallInterceptor
-from sordino.server.health import DEAF, DRAINING, LOADING, RANK, TOKENS, Readiness, SelfCheck, pages
+from sordino.server.health import DEAF, DRAINING, LOADING, RANK, TOKENS, SelfCheck
 from sordino.server.metrics import Metrics
 from sordino.server.provision import few_arenas, return_memory
 from sordino.server.service import SERVICE_NAME, Limits, SordinoService
@@ -32,6 +32,7 @@ from sordino.shared import address
 from sordino.shared.auth import TokenFile
 from sordino.shared.errors import AuthError, SordinoError
 from sordino.shared.logs import keep_strangers_out
+from sordino.shared.probes import Readiness, pages
 from sordino.shared.tls import TlsFiles
 from sordino.shared.transport import channel_options
 from sordino.shared.twoparty.source import Dealer
@@ -118,7 +119,7 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
     metrics, readiness = Metrics(), Readiness(LOADING)
     with ExitStack() as stack:
         if config.metrics_port is not None:
-            stack.enter_context(pages(config.metrics_host, config.metrics_port, metrics, readiness))
+            stack.enter_context(pages(config.metrics_host, config.metrics_port, metrics.registry, readiness))
         if config.parallel:
             parallel.join(config.device)
         shard = parallel.shard() if config.parallel else (0, 1)

@@ -14,10 +14,11 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from sordino.server.metrics import NOBODY, Bytes, Metrics
+from sordino.server.metrics import Bytes, Metrics
 from sordino.server.places import Places
 from sordino.shared.auth import ANONYMOUS, TokenFile, bearer, identity_of, is_open
 from sordino.shared.errors import AuthError, BundleError, ProtocolError, SordinoError, TransportError, printable
+from sordino.shared.figures import NOBODY
 from sordino.shared.transport import ERROR_KEY, status_of
 
 log = logging.getLogger(__name__)

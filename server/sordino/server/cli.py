@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from sordino.shared.errors import AuthError, SordinoError, UnsupportedModelError
+from sordino.shared.logs import LogFormat, use_json
 
 if TYPE_CHECKING:
     from sordino.server.app import DealerAddress
@@ -23,11 +24,6 @@ if TYPE_CHECKING:
 console = Console(stderr=True)
 DEFAULT_STATE = Path(".sordino-server")
 _THREADS_A_CORE = 4
-
-
-class LogFormat(StrEnum):
-    text = "text"
-    json = "json"
 
 
 class Engine(StrEnum):
@@ -181,7 +177,6 @@ def serve(
     from sordino.shared import address
     from sordino.shared.auth import TokenFile
     from sordino.shared.files import replace
-    from sordino.shared.logs import use_json
     from sordino.shared.manifest import ModelManifest
     from sordino.shared.tls import TlsFiles, make_certificates
 

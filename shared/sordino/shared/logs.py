@@ -6,6 +6,7 @@ import io
 import json
 import logging
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import IO, Any, Final, cast
 
 from rich.console import Console
@@ -13,6 +14,13 @@ from rich.text import Text
 
 log = logging.getLogger(__name__)
 _FIELDS: Final = "sordino_fields"
+
+
+class LogFormat(StrEnum):
+    """For people, or for machines."""
+
+    text = "text"
+    json = "json"
 
 
 def fields(**values: str | float) -> dict[str, dict[str, str | float]]:

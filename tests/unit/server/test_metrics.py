@@ -23,13 +23,15 @@ from inprocess import InProcess
 from rich.console import Console
 
 from sordino.server import app, health
-from sordino.server.health import KERNEL, LOADING, STUCK, Readiness, SelfCheck, pages
+from sordino.server.health import KERNEL, LOADING, STUCK, SelfCheck
 from sordino.server.kernel import Int8Kernel
-from sordino.server.metrics import OTHERS, Metrics
+from sordino.server.metrics import Metrics
 from sordino.server.service import SERVICE_NAME, Limits, SordinoService
 from sordino.server.store import MatrixStore
 from sordino.shared.errors import BundleError, SordinoError
+from sordino.shared.figures import OTHERS
 from sordino.shared.logs import JsonFormatter, fields, use_json
+from sordino.shared.probes import Readiness, pages
 from sordino.shared.ring import P
 
 
@@ -145,7 +147,7 @@ def test_ready_when_no_reason_is_left() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_alive_and_ready_are_two_pages(host: str) -> None:
     readiness = Readiness("so it is")
-    with pages(host, 0, Metrics(), readiness) as port:
+    with pages(host, 0, Metrics().registry, readiness) as port:
         assert probe(port, "livez") == (200, "alive\n")
         assert probe(port, "readyz") == (503, "so it is\n")
         readiness.clear("so it is")
@@ -154,7 +156,7 @@ def test_alive_and_ready_are_two_pages(host: str) -> None:
         assert probe(port, "")[0] == probe(port, "metrics/../readyz")[0] == 404
         with (
             pytest.raises(SordinoError, match=f"cannot serve metrics on {host}:{port}"),
-            pages(host, port, Metrics(), readiness),
+            pages(host, port, Metrics().registry, readiness),
         ):
             pass
     with pytest.raises(urllib.error.URLError):
