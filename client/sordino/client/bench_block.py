@@ -1,9 +1,10 @@
 """``sordino bench block``: one transformer block on shares, by profile ``two-party`` (``mpc``) and by CrypTen.
 
-One new row goes through the first layer of a bundle and with its own sees so many rows, the others being in a cache in
-shares. Client, server and dealer are processes, with TLS on loopback; figures are of payloads. Half of mpc's passes are
-before CrypTen's and half after them, so that a drifting machine drifts for both. CrypTen and the layer in float64 are
-in ``bench/peers/crypten`` of a checkout.
+One new row goes through a layer of a bundle and with its own sees so many rows, the others being in a cache in shares.
+Client, server and dealer are processes, with TLS on loopback; figures are of payloads. A pass of mpc ends with the last
+norm and the opening of its result; so a block is what it takes longer with three layers than with one. Half of mpc's
+passes are before CrypTen's and half after them, so that a drifting machine drifts for both. CrypTen and the layer in
+float64 are in ``bench/peers/crypten`` of a checkout.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ PROTOCOLS: Final = ("mpc", "crypten")
 LAST_NORM_ROUNDS: Final = 3  # docs/two-party.md, §6
 _PEERS_FOLDER: Final = Path(__file__).parents[3] / "bench"
 _START_S: Final = 120
+_WARM_UP: Final = 2
 _SERVER_S: Final = 0.05  # for the server to have all that the dealer sends it, when the client has all of its own
 _MORE_LAYERS: Final = 3  # of the longer model, to tell what a layer adds
 _COMPARED: Final = ("ms_p50", "bytes", "dealer_bytes", "rounds")
@@ -68,7 +70,7 @@ def run_block(
 
     Raises:
         RangeError: too few rows or passes.
-        SordinoError: an unknown protocol, no checkout, CrypTen is not there, or another kind of model.
+        SordinoError: an unknown protocol, no checkout, CrypTen is not there, another kind of model, or one layer.
     """
     unknown = set(protocols) - set(PROTOCOLS)
     if unknown or not protocols:
@@ -90,16 +92,16 @@ def run_block(
             work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sordino-block-")))
             dealer = stack.enter_context(dealer_process(work / "dealer"))
             layers = 1 + max(group.layer for group in manifest.groups)
-            for count in sorted({1, min(layers, _MORE_LAYERS)}):
+            if layers == 1:
+                raise SordinoError("the bundle has one layer: what a block takes is told from a pass of two or three")
+            for count in (1, min(layers, _MORE_LAYERS)):
                 own.append(stack.enter_context(sharing(bundle, work, dealer, count, rows.numpy(), repeats)))
             _measure(own, repeats - repeats // 2)
         if "crypten" in protocols:
             results["crypten"] = peer.measure(case, repeats, done)
         if own:
             _measure(own, repeats // 2)
-            results["mpc"] = own[0].figures(case.expected[0].numpy(), layer.eps)
-        if len(own) > 1:
-            results["mpc"]["of_a_further_layer"] = difference(*own)
+            results["mpc"] = block(*own) | {"whole_pass": own[0].figures(case.expected[0].numpy(), layer.eps)}
     result: dict[str, Any] = {
         "machine": machine() | {"threads": 1, "load_before": load},
         "model": manifest.model_name,
@@ -119,10 +121,9 @@ def run_block(
 
 
 _NOTES: Final = (
-    f"mpc: {LAST_NORM_ROUNDS} of its rounds, their bytes and their time are the last norm's, with which a pass ends",
-    "mpc: a pass contains the opening of the result to the client, which CrypTen's figures do not",
-    "mpc: at its start a pass waits for the dealer, within ms_p50; CrypTen's dealer is done before, in dealer_ms_p50",
-    "mpc: of_a_further_layer is what one more layer adds to a pass, so without those three",
+    "mpc: a block is what one more layer adds to a pass",
+    f"mpc: whole_pass has one layer, {LAST_NORM_ROUNDS} rounds of the last norm, and the opening of the result",
+    "both: the dealer is done before a pass begins, in dealer_ms_p50",
     "mpc: after each pass the cache is cropped, so that every pass sees the same rows",
     "mpc: ahead_ is of the encrypted products that a row needs, made in one block of ahead_rows rows",
     "mpc: what comes out is divided by its root mean square; errors are of its product with that of float64",
@@ -130,16 +131,14 @@ _NOTES: Final = (
 
 
 def _measure(own: list[Passes], repeats: int) -> None:
-    for passes in own:
-        for _ in range(repeats):
+    for _ in range(repeats):
+        for passes in own:
             passes.measure()
 
 
 def _ratios(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     crypten, mpc = results["crypten"], results["mpc"]
-    below = {"crypten/mpc": mpc}
-    if "of_a_further_layer" in mpc:
-        below["crypten/mpc, of a further layer"] = mpc["of_a_further_layer"]
+    below = {"crypten/mpc": mpc, "crypten/mpc, a whole pass of one layer": mpc["whole_pass"]}
     return {name: {key: round(crypten[key] / entry[key], 2) for key in _COMPARED} for name, entry in below.items()}
 
 
@@ -188,7 +187,8 @@ class Passes:
     Attributes:
         layers: of its model. rows: float64 ``[context, d]``. kept: counters of those in the cache.
         dealt: bytes that the dealer sends to client and server for the last row.
-        times: of passes, in ms. outputs: ``[d]`` each. costs: rounds, bytes up and bytes down.
+        times: of passes, in ms. dealing: of the dealer before each, in ms. outputs: ``[d]`` each.
+        costs: rounds, bytes up and bytes down.
     """
 
     session: PartySession
@@ -233,9 +233,8 @@ class Passes:
         _, up, down = self.costs[0]
         root = float(np.sqrt(np.square(expected).mean() + eps))
         errors = [float(np.abs(output * root - expected).max()) for output in self.outputs]
-        spent, made = self.session.spent, len(self.rows) + len(self.times)
+        spent, made = self.session.spent, len(self.rows) - 1 + _WARM_UP + len(self.times)
         return {
-            "protocol": "mpc",
             "ms_p50": round(totals["ms_p50"], 1),
             "ms": [round(ms, 1) for ms in self.times],
             "rounds": totals["rounds"],
@@ -246,6 +245,7 @@ class Passes:
             "dealer_bytes": totals["dealer_bytes"],
             "dealer_bytes_client": self.dealt[CLIENT],
             "dealer_bytes_server": self.dealt[SERVER],
+            "dealer_ms_p50": round(statistics.median(self.dealing), 1),
             "ahead_bytes": round((spent.ahead_sent + spent.ahead_received) / made),
             "ahead_bytes_up": round(spent.ahead_sent / made),
             "ahead_bytes_down": round(spent.ahead_received / made),
@@ -257,19 +257,30 @@ class Passes:
         }
 
 
-def difference(one: Passes, more: Passes) -> dict[str, Any]:
-    """What a further layer adds to a pass. Raises as :meth:`Passes.totals`."""
+def block(one: Passes, more: Passes) -> dict[str, Any]:
+    """What a further layer adds to a pass: of bytes and rounds, and of the times of passes one after the other.
+
+    Raises:
+        SordinoError: as :meth:`Passes.totals`.
+    """
     less, all_in_all = one.totals(), more.totals()
     added = more.layers - one.layers
-    each = {key: (all_in_all[key] - less[key]) / added for key in _COMPARED}
-    return {"layers": [one.layers, more.layers]} | {
-        key: round(value, 1) if key == "ms_p50" else round(value) for key, value in each.items()
+    each = {key: round((all_in_all[key] - less[key]) / added) for key in _COMPARED if key != "ms_p50"}
+    times = [(b - a) / added for a, b in zip(one.times, more.times, strict=True)]
+    dealing = [(b - a) / added for a, b in zip(one.dealing, more.dealing, strict=True)]
+    return {
+        "protocol": "mpc",
+        "layers": [one.layers, more.layers],
+        "ms_p50": round(statistics.median(times), 1),
+        "ms": [round(ms, 1) for ms in times],
+        **each,
+        "dealer_ms_p50": round(statistics.median(dealing), 1),
     }
 
 
 @contextmanager
 def sharing(bundle: Path, work: Path, dealer: DealerProcess, layers: int, rows: F64, repeats: int) -> Iterator[Passes]:
-    """A server of the first layers and a session, for ``repeats`` passes after one that does not count.
+    """A server of the first layers and a session, for ``repeats`` passes after some that do not count.
 
     Raises:
         SordinoError: the server does not start, or it or the dealer refuses the session.
@@ -286,11 +297,12 @@ def sharing(bundle: Path, work: Path, dealer: DealerProcess, layers: int, rows: 
     ):
         connection = Connection(target, token=token.read_text().strip(), ca=ca)
         with PartySession(connection, tensors, dealer.connect(CLIENT)) as session:
-            session.provision(len(rows) + repeats)
+            session.provision(len(rows) - 1 + _WARM_UP + repeats)
             passes = [min(MOST_ROWS, before - start) for start in range(0, before, MOST_ROWS)]
             dealt = dealt_bytes(dealer, connection.manifest.fingerprint, session.plan, [*passes, 1])[-1]
             _, kept = session.forward(rows[:-1], [])
-            session.forward(rows[-1:], kept)
+            for _ in range(_WARM_UP):  # the first asks for a pass that does not come
+                session.forward(rows[-1:], kept)
             yield Passes(session, layers, rows, dealt, kept)
 
 
@@ -386,22 +398,25 @@ def dealt_bytes(dealer: DealerProcess, fingerprint: str, plan: Plan, passes: Seq
     return found
 
 
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        f"{row['ms_p50']:.1f}",
+        str(row["rounds"]),
+        *(f"{row[name] / 1e6:.3f}" if name in row else "" for name in ("bytes", "dealer_bytes", "ahead_bytes")),
+        f"{row['dealer_ms_p50']:.1f}",
+        f"{row['max_error']:.4f} of {row['max_output']:.2f}" if "max_error" in row else "",
+    ]
+
+
 def _show(result: dict[str, Any], console: Console) -> None:
     table = Table(title=f"one row through the first layer of {result['model']}, {result['context']} rows in sight")
-    columns = ("protocol", "ms", "rounds", "MB", "dealer MB", "ahead MB", "largest error")
+    columns = ("protocol", "ms", "rounds", "MB", "dealer MB", "ahead MB", "dealer ms", "largest error")
     for column in columns:
         table.add_column(column, justify="left" if column == "protocol" else "right")
     for entry in result["results"]:
-        ahead = f"{entry['ahead_bytes'] / 1e6:.3f}" if "ahead_bytes" in entry else ""
-        table.add_row(
-            entry["protocol"],
-            f"{entry['ms_p50']:.1f}",
-            str(entry["rounds"]),
-            f"{entry['bytes'] / 1e6:.3f}",
-            f"{entry['dealer_bytes'] / 1e6:.3f}",
-            ahead,
-            f"{entry['max_error']:.4f} of {entry['max_output']:.2f}",
-        )
+        for name, row in ((entry["protocol"], entry), ("  whole pass", entry.get("whole_pass", {}))):
+            if row:
+                table.add_row(name, *_cells(row))
     console.print(table)
     for pair, ratios in result["ratios"].items():
         shown = ", ".join(f"{key} {ratio:,.1f}" for key, ratio in ratios.items())

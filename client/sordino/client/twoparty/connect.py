@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from safetensors.numpy import load_file
 
 from sordino.client.bundle import BundleProgress, fetch_bundle
+from sordino.client.interrupts import interrupts
 from sordino.client.model import build_model, load_tokenizer
 from sordino.client.transport import Connection
 from sordino.client.twoparty.model import use_shares
@@ -82,7 +83,7 @@ def connect(
         tokenizer = load_tokenizer(folder, model)
         tensors = load_file(folder / "client.safetensors")
         session = PartySession(
-            connection, tensors, Dealer(dealer, Path(dealer_ca) if dealer_ca else None, dealer_token)
+            connection, tensors, Dealer(dealer, Path(dealer_ca) if dealer_ca else None, dealer_token, interrupts.check)
         )
     except BaseException:
         connection.close()

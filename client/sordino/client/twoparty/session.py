@@ -249,8 +249,8 @@ class PartySession:
         return wanted, self._dealing.ask(wanted)
 
     def ask_ahead(self, rows: int, kept: Sequence[int]) -> None:
-        """Lets both parties have the dealer make what the next pass takes, if it is one of so many rows after ``kept``;
-        returns when this party has all of it. Whatever was asked for before is not used.
+        """Has the dealer make now what the next pass takes, if it is one of so many rows after ``kept``, unless another
+        was asked for already; returns when this party has all of it.
 
         Raises:
             SessionLostError: the session is over, or is now. SordinoError: of server or dealer; it is over now.
@@ -291,7 +291,8 @@ class PartySession:
             if self._over:
                 raise SessionLostError(self._over)
             try:
-                yield
+                with interrupts:  # in the locks of gRPC, and in that of the dealer's stream
+                    yield
             except BaseException as error:
                 closed, self._over = self._closed, self._over or _BROKEN
                 self.close()
@@ -322,6 +323,7 @@ class PartySession:
         self._outgoing.put(request)
 
     def _next(self, kind: str) -> pb.ComputeResponse:
+        interrupts.check()  # of a pass, which defers them as a whole
         with interrupts:
             answer = next_answer(self._call, self._watchdog)
         self.traffic.count(self._phase, down=answer.ByteSize())

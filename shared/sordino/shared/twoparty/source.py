@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,12 +47,14 @@ class Dealer:
     Args:
         target: ``grpcs://host:port``, or ``grpc://`` on loopback. ca: the dealer's ``ca.pem``; None trusts the
             authorities that everybody knows. token: a client's or a server's.
+        check: called every now and then by who waits for material, to raise what should end the wait.
 
     Raises:
         TransportError, AuthError: target, CA file or token are malformed.
     """
 
-    def __init__(self, target: str, ca: Path | None, token: str) -> None:
+    def __init__(self, target: str, ca: Path | None, token: str, check: Callable[[], None] = lambda: None) -> None:
+        self.check = check
         self._metadata = authorization(token)
         self._channel = open_channel(target, ca, _MAX_PART_BYTES, DEFAULT_DEALER_PORT)
         self._stub = pb_grpc.DealerStub(self._channel)
@@ -328,7 +330,8 @@ class DealerStream:
                     raise type(self._error)(str(self._error))
                 if self._closed:
                     raise TransportError("the stream of the dealer is closed")
-                self.changed.wait(timeout=1.0)
+                self._dealer.check()
+                self.changed.wait(timeout=0.5)
                 if time.monotonic() - max(since, self._heard) > self._silence_s + self._retry_s and not there():
                     raise TransportError(f"the dealer has sent nothing for {self._silence_s:.0f} s")
         finally:
