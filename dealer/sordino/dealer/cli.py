@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from sordino.shared.errors import SordinoError
+from sordino.shared.logs import LogFormat, use_json
 
 if TYPE_CHECKING:
     from sordino.dealer.service import Tokens
@@ -50,6 +51,13 @@ def deal(
     wait: Annotated[
         float, typer.Option(help="Seconds that a party waits for room until the other fetches its material.", min=0)
     ] = 30.0,
+    metrics_port: Annotated[
+        int, typer.Option(help="Port for Prometheus and for probes, by HTTP; 0 is none.", min=0, max=65535)
+    ] = 0,
+    metrics_host: Annotated[
+        str, typer.Option(help="Its address; whoever reaches it sees figures, and the names of tokens.")
+    ] = "127.0.0.1",
+    log_format: Annotated[LogFormat, typer.Option(help="What the log is for: people, or machines.")] = LogFormat.text,
     port_file: Annotated[Path | None, typer.Option(help="Write the port here when ready.")] = None,
 ) -> None:
     """Make correlated randomness for profile two-party: to be run by neither its clients nor its servers."""
@@ -60,6 +68,8 @@ def deal(
     from sordino.shared.files import replace
     from sordino.shared.tls import TlsFiles, make_certificates
 
+    if log_format == LogFormat.json:
+        use_json(console)
     if (tls_cert is None) != (tls_key is None):
         raise SordinoError("--tls-cert and --tls-key belong together")
     names = None if hostnames is None else [name.strip() for name in hostnames.split(",") if name.strip()]
@@ -74,6 +84,8 @@ def deal(
         tls=tls,
         threads=threads,
         grace_s=grace,
+        metrics_host=metrics_host,
+        metrics_port=metrics_port or None,
         limits=Limits(
             sessions=max_sessions,
             sessions_each=max_sessions_each,
@@ -86,6 +98,8 @@ def deal(
         ),
     )
     address.check(host, port)
+    if metrics_port:
+        address.check(metrics_host, metrics_port, "--metrics-")
     tokens = Tokens(state)
     known = [file.check() for file in tokens.files]
     # Nothing is written before all that can be refused at once was looked at.

@@ -1,25 +1,27 @@
 """The dealer's gRPC service, and what every call of it passes: a token of the right party, an end to waiting, and
-errors that become statuses."""
+errors that become statuses; and all of it is counted."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from sordino.dealer.metrics import PARTIES, Metrics
 from sordino.dealer.sessions import Session, Sessions, Stream
 from sordino.proto.v1 import dealer_pb2 as pb
 from sordino.proto.v1 import dealer_pb2_grpc as pb_grpc
 from sordino.shared.auth import TokenFile, bearer, identity_of, is_open
-from sordino.shared.errors import AuthError, ProtocolError, SessionLostError, SordinoError, TransportError
+from sordino.shared.errors import AuthError, ProtocolError, SessionLostError, SordinoError, TransportError, printable
+from sordino.shared.figures import NOBODY
 from sordino.shared.transport import ERROR_KEY, OPENED_KEY, status_of
 from sordino.shared.twoparty.tape import CLIENT, SERVER
 
@@ -34,7 +36,6 @@ _FAREWELL_S: Final = 20.0  # for the status to go out, behind answers that are n
 _DRAINING: Final = "the dealer is shutting down"
 # A health stream needs no token and has no end.
 _REFUSED: Final = ("/grpc.health.v1.Health/Watch", "/grpc.health.v1.Health/List")
-_PARTIES: Final = ("client", "server")
 
 
 @dataclass(slots=True)
@@ -42,11 +43,13 @@ class Caller:
     """Who calls: which party by its token, and that token's digest. ``context`` is gRPC's.
 
     Attributes:
+        name: the party's and the token's, for figures and the log.
         stream: of the session, once it is open.
     """
 
     party: int
     holder: str
+    name: str
     context: Any
     stream: Stream | None = None
 
@@ -56,14 +59,14 @@ class Caller:
             AuthError: it is the other.
         """
         if self.party != party:
-            raise AuthError(f"this is for a {_PARTIES[party]}, the token is a {_PARTIES[self.party]}'s")
+            raise AuthError(f"this is for a {PARTIES[party]}, the token is a {PARTIES[self.party]}'s")
 
 
 class Tokens:
     """Of clients and of servers, each in a folder of its own below the dealer's state."""
 
     def __init__(self, state: Path) -> None:
-        self.folders = tuple(state / party for party in _PARTIES)
+        self.folders = tuple(state / party for party in PARTIES)
         self.files = tuple(TokenFile(folder / "tokens.json") for folder in self.folders)
 
     def caller(self, context: Any) -> Caller:
@@ -75,13 +78,13 @@ class Tokens:
         token, refusals = bearer(metadata), list[AuthError]()
         for party, file in enumerate(self.files):
             try:
-                file.verify(token)
+                name = file.verify(token)
             except AuthError as error:
                 refusals.append(error)
             except OSError:
                 raise AuthError("the dealer's token file cannot be read: its operator must mend it") from None
             else:
-                return Caller(party, identity_of(metadata), context)
+                return Caller(party, identity_of(metadata), f"{PARTIES[party]}/{printable(name)}", context)
         # One file says the token is unknown; the other may know better, such as that it has expired.
         raise next((error for error in refusals if "not known" not in str(error)), refusals[0])
 
@@ -97,8 +100,9 @@ class Tokens:
 class DealerService(pb_grpc.DealerServicer):
     """To be called by way of :class:`CallInterceptor`, which passes a :class:`Caller` for gRPC's context."""
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: Sessions, metrics: Metrics) -> None:
         self._sessions = sessions
+        self._metrics = metrics
         self._waiting: set[Stream] = set()
         self._draining = False
 
@@ -110,12 +114,12 @@ class DealerService(pb_grpc.DealerServicer):
 
     async def Begin(self, request: pb.BeginRequest, caller: Caller) -> pb.BeginResponse:  # noqa: N802
         caller.must_be(CLIENT)
-        session, key = self._sessions.begin(caller.holder, request.fingerprint, request.plan)
+        session, key = self._sessions.begin(caller.holder, request.fingerprint, request.plan, caller.name)
         return pb.BeginResponse(session=session, key=key)
 
     async def Join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinResponse:  # noqa: N802
         caller.must_be(SERVER)
-        key = self._sessions.join(caller.holder, request.session, request.fingerprint, request.plan)
+        key = self._sessions.join(caller.holder, request.session, request.fingerprint, request.plan, caller.name)
         return pb.JoinResponse(key=key)
 
     async def Deal(self, requests: AsyncIterator[pb.DealRequest], caller: Caller) -> AsyncIterator[pb.DealResponse]:  # noqa: N802
@@ -149,18 +153,37 @@ class DealerService(pb_grpc.DealerServicer):
     async def _pass(self, session: Session, party: int, wanted: pb.Pass) -> AsyncIterator[pb.DealResponse]:
         async with aclosing(self._sessions.layers(session, party, wanted)) as layers:
             async for points, corrections in layers:
-                for start in range(0, len(points), PART_BYTES):
-                    yield pb.DealResponse(number=wanted.number, points=points[start : start + PART_BYTES])
-                for start in range(0, len(corrections), PART_BYTES):
-                    yield pb.DealResponse(number=wanted.number, corrections=corrections[start : start + PART_BYTES])
+                for part in _parts(points):
+                    yield pb.DealResponse(number=wanted.number, points=part)
+                    self._metrics.sent(party, "points", len(part))
+                for part in _parts(corrections):
+                    yield pb.DealResponse(number=wanted.number, corrections=part)
+                    self._metrics.sent(party, "corrections", len(part))
+        self._metrics.dealt(party, wanted.rows)  # before the party can see it
         yield pb.DealResponse(number=wanted.number, last=True)
+
+
+def _parts(material: bytes) -> Iterator[bytes]:
+    return (material[start : start + PART_BYTES] for start in range(0, len(material), PART_BYTES))
+
+
+class Status(NamedTuple):
+    """How a call ends; ``error`` is the name of the Sordino error that it stands for."""
+
+    code: grpc.StatusCode
+    text: str = ""
+    error: str = ""
+
+
+_GONE: Final = Status(grpc.StatusCode.CANCELLED)  # the party, or gRPC ends the call for want of time
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Nothing of a call is read before its token was looked at; then every message is awaited with an end."""
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Tokens, metrics: Metrics) -> None:
         self._tokens = tokens
+        self._metrics = metrics
 
     async def intercept_service(
         self,
@@ -170,27 +193,32 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         handler: Any = await continuation(handler_call_details)
         if handler is None or method in _REFUSED:
+            self._metrics.unknown_call()
             return None
         if is_open(method):
             return handler  # type: ignore[no-any-return]
 
         async def serve(_: object, context: Any) -> None:
-            caller = None
             try:
-                caller = self._tokens.caller(context)
-                await _handle(handler, caller)
-            except asyncio.CancelledError:
-                if caller is None or caller.stream is None or caller.stream.ended is None:
-                    raise
-                await _farewell(context, caller.stream.ended)
-            except (SordinoError, DecodeError, TimeoutError) as error:
-                await _farewell(context, error)
-            except grpc.aio.BaseError:
-                raise asyncio.CancelledError from None  # the party is gone
-            except Exception as error:
-                # Its text could hold values.
-                log.error("internal error: %s", type(error).__name__, exc_info=error)
-                await _farewell(context, SordinoError("internal error, see the dealer's log"))
+                caller: Caller | AuthError = self._tokens.caller(context)
+            except AuthError as error:
+                caller = error
+            name = NOBODY if isinstance(caller, AuthError) else caller.name
+            with self._metrics.call(method, name, context.peer()) as ended:
+                try:
+                    if isinstance(caller, AuthError):
+                        raise caller
+                    await _handle(handler, caller)
+                    status = Status(grpc.StatusCode.OK)
+                except (Exception, asyncio.CancelledError) as error:
+                    status = _status(error, caller)
+                if status.error:
+                    self._metrics.refused(status.error)
+                ended(status.code.name)  # before the party can see it
+            if status is _GONE:
+                raise asyncio.CancelledError
+            if status.code is not grpc.StatusCode.OK:
+                await _farewell(context, status)
 
         return grpc.stream_stream_rpc_method_handler(serve)
 
@@ -220,23 +248,33 @@ async def _handle(handler: Any, caller: Caller) -> None:
     await context.write(handler.response_serializer(await handler.unary_unary(request, caller)))
 
 
-async def _farewell(context: Any, error: Exception) -> None:
-    """Ends the call with the error's status."""
+def _status(error: BaseException, caller: Caller | AuthError) -> Status:
+    """A Sordino error's status; of anything else INTERNAL without its text (it could hold values)."""
+    stream = caller.stream if isinstance(caller, Caller) else None
+    if isinstance(error, asyncio.CancelledError) and stream and stream.ended:
+        error = stream.ended  # the cancel came of that
+    if isinstance(error, asyncio.CancelledError | grpc.aio.BaseError):
+        return _GONE
+    if isinstance(error, TimeoutError):
+        return Status(grpc.StatusCode.DEADLINE_EXCEEDED, "no message came")
+    if isinstance(error, DecodeError):
+        error = ProtocolError("the bytes are not a message of this call")
+    if isinstance(error, SordinoError):
+        lost = isinstance(error, SessionLostError)
+        return Status(grpc.StatusCode.NOT_FOUND if lost else status_of(error), str(error), type(error).__name__)
+    log.error("internal error: %s", type(error).__name__, exc_info=error)
+    return Status(grpc.StatusCode.INTERNAL, "internal error, see the dealer's log")
+
+
+async def _farewell(context: Any, status: Status) -> None:
+    """Ends the call with its status."""
     task = asyncio.current_task()
     while task is not None and task.cancelling():
         task.uncancel()
-    name = type(error).__name__
-    if isinstance(error, DecodeError):
-        code, name, text = grpc.StatusCode.INVALID_ARGUMENT, "ProtocolError", "the bytes are not a message of this call"
-    elif isinstance(error, TimeoutError):
-        code, text = grpc.StatusCode.DEADLINE_EXCEEDED, "no message came"
-    elif isinstance(error, SessionLostError):
-        code, text = grpc.StatusCode.NOT_FOUND, str(error)
-    else:
-        code, text = status_of(error) if isinstance(error, SordinoError) else grpc.StatusCode.INTERNAL, str(error)
+    trailing = ((ERROR_KEY, status.error),) if status.error else ()
     try:
         async with asyncio.timeout(_FAREWELL_S):
-            await context.abort(code, text, ((ERROR_KEY, name),))
+            await context.abort(status.code, status.text, trailing)
     except grpc.aio.AbortError:  # gRPC's own, and it wants it back
         raise
     except (grpc.aio.BaseError, TimeoutError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sordino.dealer.layers import PassMaker
+from sordino.dealer.metrics import NO_SERVER, Metrics, Reason
 from sordino.proto.v1 import dealer_pb2 as pb
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, SessionLostError, SordinoError
 from sordino.shared.prg import random_key
@@ -37,6 +38,8 @@ _UNKNOWN: Final = (
 _IDLE: Final = "nobody used the session for too long: begin a new session, nothing of this one can be used again"
 _AWAY: Final = "no party came back to the session: begin a new one, nothing of this one can be used again"
 _ENDED: Final = "the client has ended the session: begin a new one, nothing of this one can be used again"
+_STOPPED: Final = "the dealer has stopped: begin a new session, nothing of this one can be used again"
+_WITHDRAWN: Final = "a token of this session was withdrawn or has expired"
 _REPLACED: Final = "the same party has opened another stream of this session"
 
 
@@ -109,19 +112,29 @@ class Session:
     """Of one client and one server.
 
     Attributes:
-        holders: who began and who joined it, as :func:`sordino.shared.auth.identity_of` gives them.
-        used: when, by the monotonic clock. left: since when no party has a stream, if none has.
+        holders: who began and who joined it, as :func:`sordino.shared.auth.identity_of` gives them. names: of their
+            tokens.
+        began, used: when, by the monotonic clock. left: since when no party has a stream, if none has.
+        passes, rows: that were asked for.
+
+    Args:
+        ended: told once why it ended, whatever ends it.
     """
 
-    def __init__(self, holder: str, fingerprint: str, plan: Plan) -> None:
+    def __init__(
+        self, holder: str, called: str, fingerprint: str, plan: Plan, ended: Callable[[Session, Reason], None]
+    ) -> None:
         self.holders: list[str | None] = [holder, None]
+        self.names = [called, NO_SERVER]
         self.fingerprint = fingerprint
         self.plan = plan
         self.keys = (random_key(), random_key())
-        self.used = self.left = time.monotonic()
+        self.began = self.used = self.left = time.monotonic()
+        self.passes = self.rows = 0
         self.streams: list[Stream | None] = [None, None]
         self.dealings: dict[int, Dealing] = {}
         self.masks: dict[int, U64] = {}
+        self._ended = ended
         self._fault: SordinoError | None = None
         self._numbers = Counters()
         self._asked = [-1, -1]
@@ -129,14 +142,20 @@ class Session:
 
     @property
     def held_bytes(self) -> int:
-        return sum(dealing.held_bytes for dealing in self.dealings.values())
+        return sum(dealing.held_bytes for dealing in list(self.dealings.values()))
 
     @property
     def mask_bytes(self) -> int:
-        return sum(masks.nbytes for masks in self.masks.values())
+        return sum(masks.nbytes for masks in list(self.masks.values()))
 
-    def fail(self, error: SordinoError) -> None:
+    @property
+    def is_open(self) -> bool:
+        return self._fault is None
+
+    def end(self, error: SordinoError, reason: Reason) -> None:
         """Nothing more is dealt in it: both parties get this error, now or when they ask."""
+        if self.is_open:
+            self._ended(self, reason)
         self._fault = error
         self.dealings.clear()
         self.masks.clear()
@@ -173,7 +192,7 @@ class Session:
             error = ProtocolError(
                 f"the parties ask for different passes under number {wanted.number}: {differing}; the session ends"
             )
-            self.fail(error)
+            self.end(error, "failed")
             raise error
         self._asked[party] = wanted.number
         for number, one in list(self.dealings.items()):
@@ -194,6 +213,8 @@ class Session:
                 "a pass keeps rows that the cache does not begin with: they were dropped, or never in it"
             )
         every = self._numbers.check(wanted)
+        self.passes += 1
+        self.rows += wanted.rows
         self._rows = every
         self.masks = {counter: self.masks[counter] for counter in kept if counter in self.masks}
         maker = PassMaker(self.keys, self.plan, wanted.number, wanted.rows, every, self.masks)
@@ -208,27 +229,38 @@ def _differences(first: pb.Pass, second: pb.Pass) -> str:
 
 
 class Sessions:
-    """All sessions of a dealer.
+    """All sessions of a dealer. Their sums may be asked for from any thread, so they are made over copies.
 
     Args:
-        threads: that make material.
+        threads: that make material. metrics: where sessions and that time are counted.
     """
 
-    def __init__(self, limits: Limits, threads: Executor) -> None:
+    def __init__(self, limits: Limits, threads: Executor, metrics: Metrics | None = None) -> None:
         self._limits = limits
         self._threads = threads
+        self._metrics = metrics or Metrics()
         self._sessions: dict[bytes, Session] = {}
 
     def __len__(self) -> int:
+        """Places that are taken: of a session that has failed, too, until both parties had time to hear of it."""
         return len(self._sessions)
+
+    @property
+    def open_ones(self) -> int:
+        return sum(session.is_open for session in list(self._sessions.values()))
 
     @property
     def held_bytes(self) -> int:
         """Of material that has still to be fetched."""
-        return sum(session.held_bytes for session in self._sessions.values())
+        return sum(session.held_bytes for session in list(self._sessions.values()))
 
-    def begin(self, holder: str, fingerprint: str, plan: bytes) -> tuple[bytes, bytes]:
-        """A new session and the client's key.
+    @property
+    def mask_bytes(self) -> int:
+        """Of masks that stay between passes."""
+        return sum(session.mask_bytes for session in list(self._sessions.values()))
+
+    def begin(self, holder: str, fingerprint: str, plan: bytes, called: str = "") -> tuple[bytes, bytes]:
+        """A new session and the client's key; ``called`` is the name of the client's token.
 
         Raises:
             ProtocolError: the plan or the fingerprint is malformed.
@@ -243,11 +275,17 @@ class Sessions:
         if own >= self._limits.sessions_each:
             raise LimitError(f"this token has its {self._limits.sessions_each} sessions: one ends when it is not used")
         name = os.urandom(SESSION_BYTES)
-        session = self._sessions[name] = Session(holder, fingerprint, checked)
+        session = self._sessions[name] = Session(holder, called, fingerprint, checked, self._count_end)
+        self._metrics.session_began()
         return name, session.keys[CLIENT]
 
-    def join(self, holder: str, name: bytes, fingerprint: str, plan: bytes) -> bytes:
-        """The server's key.
+    def _count_end(self, session: Session, reason: Reason) -> None:
+        client, server = session.names
+        seconds = time.monotonic() - session.began
+        self._metrics.session_ended(reason, client, server, seconds, session.passes, session.rows)
+
+    def join(self, holder: str, name: bytes, fingerprint: str, plan: bytes, called: str = "") -> bytes:
+        """The server's key; ``called`` is the name of its token.
 
         Raises:
             SessionLostError: no such session.
@@ -263,7 +301,7 @@ class Sessions:
             raise FingerprintError("the client began the session for a model of another fingerprint")
         if session.plan != Plan.from_json(plan):
             raise ProtocolError("the client began the session with another plan of the model")
-        session.holders[SERVER] = holder
+        session.holders[SERVER], session.names[SERVER] = holder, called
         return session.keys[SERVER]
 
     def find(self, holder: str, party: int, name: bytes) -> Session:
@@ -293,7 +331,7 @@ class Sessions:
     def end(self, session: Session) -> None:
         """At once, because its client wants no more of it."""
         self._sessions = {name: one for name, one in self._sessions.items() if one is not session}
-        session.fail(SessionLostError(_ENDED))
+        session.end(SessionLostError(_ENDED), "client")
 
     async def layers(self, session: Session, party: int, wanted: pb.Pass) -> AsyncGenerator[tuple[bytes, bytes], None]:
         """What the party gets of each layer of a pass: corrections of point functions, and of shares for the server.
@@ -328,7 +366,7 @@ class Sessions:
 
     async def _make(self, session: Session, dealing: Dealing) -> None:
         loop = asyncio.get_running_loop()
-        made = await loop.run_in_executor(self._threads, dealing.maker.make)
+        made = await loop.run_in_executor(self._threads, self._metrics.timed, dealing.maker.make)
         dealing.made.append(made)
         dealing.making = None
         if session.dealings.get(dealing.wanted.number) is dealing and len(dealing.made) == 1:
@@ -354,7 +392,7 @@ class Sessions:
 
     def _keep_masks(self, session: Session, masks: dict[int, U64]) -> None:
         """As many as there is room for."""
-        room = self._limits.mask_bytes - sum(one.mask_bytes for one in self._sessions.values())
+        room = self._limits.mask_bytes - self.mask_bytes
         for counter, value in masks.items():
             if counter not in session.masks and (room := room - value.nbytes) >= 0:
                 session.masks[counter] = value
@@ -366,7 +404,10 @@ class Sessions:
             idle = session.used + limits.idle_s < now
             if idle or (not any(session.streams) and session.left + limits.away_s < now):
                 del self._sessions[name]
-                session.fail(SessionLostError(_IDLE if idle else _AWAY))
+                if idle:
+                    session.end(SessionLostError(_IDLE), "idle")
+                else:
+                    session.end(SessionLostError(_AWAY), "away")
 
     def end_all_but(self, valid: tuple[set[str], set[str]]) -> None:
         """Ends sessions of tokens that are not among the valid ones, of clients and of servers."""
@@ -374,4 +415,10 @@ class Sessions:
             for party, holder in enumerate(session.holders):
                 if holder is not None and holder not in valid[party]:
                     self._sessions.pop(name, None)
-                    session.fail(SessionLostError("a token of this session was withdrawn or has expired"))
+                    session.end(SessionLostError(_WITHDRAWN), "withdrawn")
+
+    def end_all(self) -> None:
+        """When the dealer stops."""
+        for session in self._sessions.values():
+            session.end(SessionLostError(_STOPPED), "shutdown")
+        self._sessions.clear()

@@ -61,7 +61,7 @@ _EXTRAS: Final = {
     "grpc_health": "dealer or server",
     "grpc_reflection": "server",
     "platformdirs": "client",
-    "prometheus_client": "server",
+    "prometheus_client": "dealer or server",
     "uvicorn": "gateway",
 }
 
