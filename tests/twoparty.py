@@ -74,10 +74,12 @@ class DealerProcess:
         return self.state / role / "token"
 
 
-def serve_with(dealer: DealerProcess, bundle: Path, tmp: Path, **options: Any) -> ServerProcess:
+def serve_with(
+    dealer: DealerProcess, bundle: Path, tmp: Path, *, extra: tuple[str, ...] = (), **options: Any
+) -> ServerProcess:
     """A server that offers profile two-party with this dealer; to be entered."""
     arguments = ("--dealer", dealer.target, "--dealer-ca", str(dealer.ca))
-    arguments += ("--dealer-token-file", str(dealer.token_file("server")))
+    arguments += ("--dealer-token-file", str(dealer.token_file("server")), *extra)
     return ServerProcess(bundle, tmp, arguments=arguments, **options)
 
 

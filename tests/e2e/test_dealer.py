@@ -372,3 +372,17 @@ def test_without_tls_only_on_loopback_and_tokens_always(tmp_path: Path) -> None:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     for party in ("client", "server"):
         assert (process.state / party / "tokens.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_pass_that_nobody_reads_takes_no_room(process: DealerProcess) -> None:
+    """It was asked for ahead, and another came: what has come of it goes, and what will come is not kept."""
+    with Parties(process) as parties:
+        for stream in parties.streams:
+            late, never = stream.ask(wanted(0, 1, 0)), stream.ask(wanted(1, 2, 1))
+            never.drop()  # before it came
+            late.wait()
+            assert stream._ahead > 0
+            late.drop()
+            next_one = stream.ask(wanted(2, 1, 3))
+            next_one.wait()
+            assert stream._ahead == next_one._points.rest + next_one._words.rest > 0

@@ -16,6 +16,7 @@ from sordino.client.answers import Generation
 from sordino.client.kvcache import CACHE_NAMES
 from sordino.client.options import Options
 from sordino.client.twoparty.connect import TwoPartyConnected
+from sordino.client.twoparty.session import MOST_ROWS
 from sordino.shared.errors import ProtocolError, RangeError
 
 
@@ -89,17 +90,103 @@ def test_a_cache_that_is_cropped_goes_on(shared: TwoPartyConnected) -> None:
     assert (again - other).abs().max() < 0.05 * again.abs().max()
 
 
+def padded(tokenizer: Any, *prompts: str) -> Any:
+    tokenizer.padding_side = "left"
+    return tokenizer(list(prompts), padding=True, return_tensors="pt", return_token_type_ids=False)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_a_batch_with_padding(bundles: Callable[..., Path], dealer: DealerProcess, tmp_path: Path, family: str) -> None:
+    """Three prompts of different lengths, greedy and by beams: the answers of clear, in as many passes as of one."""
+    with serve_with(dealer, bundles(family), tmp_path / "server", allow_clear=True) as server:
+        clear = connect_to(server, tmp_path / "clear", protocol="clear")
+        shared = share_with(server, dealer, tmp_path / "shared", ahead=64)
+        with clear.session, shared.session:
+            inputs = padded(clear.tokenizer, PROMPT, PROMPT[:5], PROMPT[3:])
+            assert not inputs["attention_mask"].all()
+            options: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+            right = clear.model.generate(**inputs, **options)
+            before = shared.session.spent.passes
+            assert torch.equal(shared.model.generate(**inputs, **options), right)
+            prompt_passes = -(-int(inputs["attention_mask"].sum()) // MOST_ROWS)
+            assert shared.session.spent.passes - before == prompt_passes + 4
+            one = padded(clear.tokenizer, PROMPT)
+            beams = options | {"num_beams": 3}
+            assert torch.equal(shared.model.generate(**one, **beams), clear.model.generate(**one, **beams))
+
+
+def test_a_mask_hides_tokens(shared: TwoPartyConnected, server: ServerProcess, tmp_path: Path) -> None:
+    """Of a prompt and of its cache, and positions may be given."""
+    clear = connect_to(server, tmp_path, protocol="clear")
+    ids, more = torch.tensor([[5, 9, 7, 3, 8], [4, 4, 6, 2, 1]]), torch.tensor([[6, 2], [1, 9]])
+    mask = torch.tensor([[1, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
+    later = torch.tensor([[1, 0, 1, 0, 1, 1, 1], [0, 1, 0, 1, 1, 1, 1]])
+    at = torch.tensor([[2, 3, 4, 9, 10], [0, 1, 2, 3, 4]])
+    with clear.session, torch.no_grad():
+        logits = []
+        for link in (clear, shared):
+            first = link.model(input_ids=ids, attention_mask=mask, position_ids=at, use_cache=True)
+            name = next(name for name in CACHE_NAMES if name in first)
+            second = link.model(input_ids=more, attention_mask=later, **{name: first[name]}).logits
+            logits.append((first.logits[mask.bool()], second))
+        plain = clear.model(input_ids=ids).logits[mask.bool()]
+    for right, found in zip(*logits, strict=True):
+        assert (found - right).abs().max() < 0.05 * right.abs().max()
+    assert (plain - logits[0][0]).abs().max() > 0.2 * plain.abs().max(), "the mask does nothing"
+
+
+def test_no_more_is_opened_than_logits_are_kept(shared: TwoPartyConnected) -> None:
+    """The share of a row's hidden state is what comes last, by one message."""
+    inputs = shared.tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    received, d = [], shared.session.plan.shape.d
+    with torch.no_grad():
+        whole = shared.model(**inputs).logits
+        for options in ({"logits_to_keep": 1}, {"logits_to_keep": 3}, {"logits_to_keep": torch.tensor([0, 2])}):
+            before = shared.session.spent.received
+            found = shared.model(**inputs, **options).logits
+            received.append(shared.session.spent.received - before)
+            kept = options["logits_to_keep"]
+            right = whole[:, -kept:] if isinstance(kept, int) else whole[:, kept]
+            assert (found - right).abs().max() < 0.05 * whole.abs().max()
+    assert received[1] - received[0] == 8 * d * 2
+    assert received[1] - received[2] == 8 * d
+
+
+def test_one_answer_has_the_next_token_dealt_ahead(shared: TwoPartyConnected) -> None:
+    """Every pass after the second was asked for before, and one for nothing: that after the last."""
+    ask(shared, 1)
+    numbers, passes = shared.session._next_pass, shared.session.spent.passes
+    ask(shared, 6, min_new_tokens=6)
+    assert shared.session.spent.passes - passes == 6
+    assert shared.session._next_pass - numbers == 6 + 1
+    ask(shared, 2, min_new_tokens=2)  # what was asked for is not what comes
+    assert shared.session._next_pass - numbers == 6 + 1 + 2 + 1
+
+
 @pytest.mark.parametrize(
-    ("rows", "padding", "text"), [(2, False, "2 prompts at once"), (1, True, "a prompt with padding")]
+    ("ids", "mask", "text"),
+    [
+        (torch.full((2, 4), 3), torch.ones(2, 5), r"a mask \[2, 5\] of 2 prompts with 4 tokens"),
+        (torch.full((1, 4), 3), torch.ones(1, 1, 4, 4), "a mask"),
+        (torch.full((1, 0), 3), None, "empty"),
+    ],
 )
-def test_what_it_cannot_do_is_said(shared: TwoPartyConnected, rows: int, padding: bool, text: str) -> None:
-    ids = torch.full((rows, 4), 3)
-    mask = torch.ones_like(ids)
-    if padding:
-        mask[0, 0] = 0
+def test_what_it_cannot_do_is_said(shared: TwoPartyConnected, ids: Any, mask: Any, text: str) -> None:
     with pytest.raises(RangeError, match=text):
         shared.model(input_ids=ids, attention_mask=mask)
     assert ask(shared, 2), "and the session goes on"
+
+
+def test_a_provider_may_open_the_next_token_alone(
+    bundles: Callable[..., Path], dealer: DealerProcess, tmp_path: Path
+) -> None:
+    with serve_with(dealer, bundles("llama"), tmp_path / "server", extra=("--opened-rows", "1")) as server:
+        shared = share_with(server, dealer, tmp_path / "shared")
+        with shared.session:
+            answer = ask(shared, 3)
+            with pytest.raises(RangeError, match="opens the hidden states of 1 rows"):
+                shared.model(input_ids=torch.tensor([[1, 2]]))
+            assert ask(shared, 3) == answer, "and the session goes on"
 
 
 def test_a_server_without_a_dealer_says_so(clear_server: ServerProcess, dealer: DealerProcess, tmp_path: Path) -> None:

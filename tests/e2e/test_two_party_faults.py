@@ -40,16 +40,17 @@ from sordino.shared.twoparty.source import Dealer
 
 IDLE_S = 1.5
 PLACES = 6
+OPENED = 8
 
 
 class PartyServer(InProcess):
     """In this process, so that its threads can be counted; with a short patience."""
 
     def __init__(self, bundle: Path, dealer: DealerProcess) -> None:
-        limits = Limits(idle_s=IDLE_S, max_two_party=PLACES)
+        limits = Limits(idle_s=IDLE_S, max_two_party=PLACES, max_opened_rows=OPENED)
         store = MatrixStore(bundle, "cpu")
         self.dealer = Dealer(dealer.target, dealer.ca, dealer.token_file("server").read_text().strip())
-        service = SordinoService(store, limits, two_party=(TwoPartyModel(store), self.dealer))
+        service = SordinoService(store, limits, two_party=(TwoPartyModel(store, OPENED), self.dealer))
         super().__init__(service, ServerConfig(bundle=bundle, tls=None, tokens=None, limits=limits))
 
     def end_overdue(self) -> None:
@@ -161,8 +162,23 @@ def setting(path: str, value: Any) -> Callable[[Any], None]:
 
 def keeping(first: int, count: int) -> Callable[[Any], None]:
     def change(message: Any) -> None:
-        del message.forward.kept[:]
-        message.forward.kept.add(first=first, count=count)
+        del message.forward.numbers.kept[:]
+        message.forward.numbers.kept.add(first=first, count=count)
+
+    return change
+
+
+def seeing(bits: bytes) -> Callable[[Any], None]:
+    def change(message: Any) -> None:
+        message.forward.positions.append(0)
+        message.forward.visible = bits
+
+    return change
+
+
+def extending(field: str, *values: int) -> Callable[[Any], None]:
+    def change(message: Any) -> None:
+        getattr(message.forward, field).extend(values)
 
     return change
 
@@ -199,16 +215,29 @@ FORGED = [
     ("products", 1, setting("products.last", False), ProtocolError, "goes on after its last"),
     ("products", 0, setting("products.matrix", 3), ProtocolError, "answered blocks"),
     # Of passes: rows that nobody made, numbers and counters again, rows that a cache lacks.
-    ("forward", 0, setting("forward.rows", 7), ProtocolError, "6 were made ahead"),
-    ("forward", 0, setting("forward.rows", 200), LimitError, "at most"),
+    ("forward", 0, setting("forward.numbers.rows", 7), ProtocolError, "6 were made ahead"),
+    ("forward", 0, setting("forward.numbers.rows", 200), LimitError, "at most"),
     ("forward", 0, twice, ProtocolError, "when the pass before has ended"),
     ("forward", 0, words_before, ProtocolError, "words of no pass"),
-    ("forward", 1, setting("forward.number", 0), ProtocolError, "numbers go up"),
-    ("forward", 1, setting("forward.first_counter", 1), ProtocolError, "used before"),
+    ("forward", 1, setting("forward.numbers.number", 0), ProtocolError, "numbers go up"),
+    ("forward", 1, setting("forward.numbers.first_counter", 1), ProtocolError, "used before"),
     ("forward", 1, keeping(1, 1), ProtocolError, "does not have"),
     ("forward", 1, keeping(0, 5000), ProtocolError, "at most"),
     ("forward", 0, keeping(0, 1), ProtocolError, "used before"),
     ("forward", 0, lambda m: pb.ComputeRequest(), ProtocolError, "none of them"),
+    # Of what rows see and open.
+    ("forward", 0, extending("positions", 0), ProtocolError, "1 positions of"),
+    ("forward", 1, extending("positions", 1 << 20), ProtocolError, "that the model does not have"),
+    ("forward", 0, setting("forward.visible", b"\xff"), ProtocolError, "0 positions"),
+    ("forward", 1, seeing(b"\xff" * 9), ProtocolError, "72 bits"),
+    ("forward", 1, seeing(b"\x00"), ProtocolError, "does not see itself"),
+    ("forward", 0, extending("opened", 0), ProtocolError, "in their order"),
+    ("forward", 1, extending("opened", 1), ProtocolError, "rows of the pass, of which there are 1"),
+    ("forward", 0, extending("opened", *range(1, OPENED + 1)), LimitError, f"opens at most {OPENED}"),
+    # Of passes asked for ahead.
+    ("ahead", 0, twice, ProtocolError, "one at a time"),
+    ("ahead", 0, setting("ahead.rows", 200), LimitError, "at most"),
+    ("ahead", 0, setting("ahead.number", 0), ProtocolError, "numbers go up"),
     # Of words.
     ("words", 3, setting("words", cut), ProtocolError, "bytes where"),
     ("words", 3, setting("words", b""), ProtocolError, "bytes where"),

@@ -129,7 +129,7 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
         two_party = None
         if config.dealer is not None:
             dealer = stack.enter_context(Dealer(config.dealer.target, config.dealer.ca, config.dealer.token))
-            two_party = TwoPartyModel(store), dealer
+            two_party = TwoPartyModel(store, config.limits.max_opened_rows), dealer
         service = SordinoService(
             store,
             config.limits,

@@ -154,6 +154,14 @@ def serve(
     dealer_token_file: Annotated[
         Path | None, typer.Option(help="This server's token there.", show_default=False)
     ] = None,
+    opened_rows: Annotated[
+        int,
+        typer.Option(
+            help="Rows of a pass of profile two-party whose results a client may open; 1 is the next token's alone.",
+            min=1,
+            max=128,
+        ),
+    ] = 32,
     batching: Annotated[
         bool, typer.Option("--batching/--no-batching", help="Join what sessions wait for; for comparisons.")
     ] = True,
@@ -258,6 +266,7 @@ def serve(
             max_streams=max_streams,
             max_encoded_bytes=encoded_mib << 20,
             batching=batching,
+            max_opened_rows=opened_rows,
             max_page_bytes=kv_mib << 20,
             max_page_bytes_per_session=kv_session_mib << 20,
             max_page_bytes_per_identity=None if kv_token_mib is None else kv_token_mib << 20,

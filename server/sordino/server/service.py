@@ -37,7 +37,7 @@ from sordino.server.provision import return_memory
 from sordino.server.scheduler import Scheduler, Stream
 from sordino.server.store import MatrixStore
 from sordino.server.twoparty.compute import compute
-from sordino.server.twoparty.session import TwoPartyModel
+from sordino.server.twoparty.session import OPENED_ROWS, TwoPartyModel
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, RangeError, UnknownGroupError
 from sordino.shared.manifest import GroupSpec
 from sordino.shared.packing import BlockShape, Part
@@ -86,6 +86,8 @@ class Limits:
     batching: bool = True
     max_two_party: int = 16
     max_two_party_per_identity: int = 4
+    # Of a pass: whose hidden states a client may open.
+    max_opened_rows: int = OPENED_ROWS
     max_attention: int = 64
     max_attention_per_identity: int = 16
     # Pages of KV caches: of all sessions in memory, of one, and of one identity. After kv_evict_s without a call a

@@ -23,7 +23,7 @@ from sordino.server.twoparty.session import StreamLink, TwoPartyModel
 from sordino.shared.errors import LimitError, RangeError, SessionLostError, TransportError
 from sordino.shared.manifest import CLIENT_DIR
 from sordino.shared.twoparty import numbers as nb
-from sordino.shared.twoparty.forward import HIDDEN, Cache, Model, forward
+from sordino.shared.twoparty.forward import HIDDEN, Cache, Model, Sight, forward
 from sordino.shared.twoparty.numbers import rotary
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.source import Dealer
@@ -206,7 +206,7 @@ class Whole:
         def run(i: int) -> tuple[Array, Array]:
             party, cache = Party(Tape(i, keys[i], 0, sources[i]), self.links[i]), Cache.empty(shape)
             new = cache.extend(counters, append_masks(keys[i], counters, 2, shape.layers, shape.groups, shape.head))
-            return forward(party, self.public, self, cache, new, x * np.uint64(1 - i))
+            return forward(party, self.public, self, cache, new, Sight.causal(new), x * np.uint64(1 - i))
 
         with ThreadPoolExecutor(2) as pool:
             first, second = (job.result(120) for job in [pool.submit(run, i) for i in (0, 1)])

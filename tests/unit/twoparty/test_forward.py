@@ -20,7 +20,7 @@ from sordino.server.store import MatrixStore
 from sordino.server.twoparty.session import TwoPartyModel
 from sordino.shared.manifest import CLIENT_DIR
 from sordino.shared.twoparty import numbers as nb
-from sordino.shared.twoparty.forward import HIDDEN, Cache, forward
+from sordino.shared.twoparty.forward import HIDDEN, Cache, Sight, forward
 from sordino.shared.twoparty.numbers import Shape, rotary
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.passes import Counters, ranges
@@ -82,10 +82,12 @@ class Both:
         self.links = links()
         self.parties = [Party(Tape(i, self.keys[i], wanted.number, sources[i]), self.links[i]) for i in (0, 1)]
         x = np.rint(rows * 2.0**nb.RESIDUAL).astype(np.int64).view(np.uint64)
-        ahead = Ahead(self.model, count)
+        ahead, sight = Ahead(self.model, count), Sight.causal(news[0])
         with ThreadPoolExecutor(2) as pool:
             jobs = [
-                pool.submit(forward, self.parties[i], self.model.public, ahead, self.caches[i], news[i], x * (1 - i))
+                pool.submit(
+                    forward, self.parties[i], self.model.public, ahead, self.caches[i], news[i], sight, x * (1 - i)
+                )
                 for i in (0, 1)
             ]
             first, second = (job.result(timeout=120) for job in jobs)

@@ -23,7 +23,7 @@ from sordino.server.twoparty.linear import Provisioner
 from sordino.server.twoparty.session import TwoPartyModel
 from sordino.shared.manifest import CLIENT_DIR
 from sordino.shared.twoparty import numbers as nb
-from sordino.shared.twoparty.forward import Cache, forward
+from sordino.shared.twoparty.forward import Cache, Sight, forward
 from sordino.shared.twoparty.lwe import word_shape
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.passes import Counters, ranges
@@ -103,12 +103,13 @@ class Run:
                 r, s = words(count, n), words(count, m)
                 self._ahead[layer, matrix] = r, weights.product(r) + s, s
                 self.masks.append(r)
+        parties = [Party(tape, link) for tape, link in zip(tapes, both, strict=True)]
         with ThreadPoolExecutor(2) as pool:
             jobs = [
                 pool.submit(
-                    forward, Party(tapes[i], both[i]), self.model.public, self, self.caches[i], news[i], x * (1 - i)
+                    forward, party, self.model.public, self, cache, new, Sight.causal(new), x * (1 - party.index)
                 )
-                for i in (0, 1)
+                for party, cache, new in zip(parties, self.caches, news, strict=True)
             ]
             hidden, outside = jobs[SERVER].result(timeout=120)
             jobs[CLIENT].result(timeout=120)

@@ -5,22 +5,31 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from sordino.client.kvcache import CACHE_NAMES
 from sordino.client.twoparty.session import PartySession
-from sordino.shared.errors import RangeError, UnsupportedModelError
+from sordino.shared.errors import LimitError, ProtocolError, RangeError, UnsupportedModelError
+from sordino.shared.twoparty.forward import Sight
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedModel
 
 _CACHE: Final = next(
     name for name in CACHE_NAMES if name in {one.name for one in fields(BaseModelOutputWithPastAndCrossAttentions)}
 )
 
+I64 = NDArray[np.int64]
+Bool = NDArray[np.bool_]
+
+_PADDING: Final = -1  # in the place of the counter of a row that was not sent
 _PLACES: Final = "wpe"
 _EMBEDDINGS: Final = ("embed_tokens", "wte", _PLACES)  # of tokens, by families, and of positions
 
@@ -29,7 +38,8 @@ class PartyLayers(nn.Module):
     """Takes the place of a model's layers: embedded rows in, hidden states after the last norm out.
 
     A transformers cache holds, in its first layer, the counters under which its rows lie in the session's cache, and
-    nothing else; so ``crop`` and a cache that is used again mean what they mean elsewhere.
+    nothing else; so ``crop``, the reordering of beams and a cache that is used again mean what they mean elsewhere.
+    Padding is not sent. Prompts of a batch share a pass, and its rounds; each sees its own rows of the cache alone.
     """
 
     def __init__(self, inner: nn.Module, session: PartySession) -> None:
@@ -41,48 +51,108 @@ class PartyLayers(nn.Module):
                 self._embeddings[name] = embedding
                 self.add_module(name, embedding)
         self._session = session
+        self._wanted: slice | I64 = slice(None)
 
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         **options: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """
         Raises:
-            RangeError: several prompts at once, a padded one, or an empty one.
+            RangeError: a prompt is empty, or a mask is of another shape. LimitError: more positions than the model has.
+            SordinoError: see :meth:`PartySession.forward`.
         """
         if inputs_embeds is None and input_ids is not None:
             inputs_embeds = next(iter(self._embeddings.values()))(input_ids)
         if inputs_embeds is None:
             raise RangeError("neither token ids nor embedded rows: nothing was sent")
-        if inputs_embeds.shape[0] != 1:
-            raise RangeError(f"{inputs_embeds.shape[0]} prompts at once: profile two-party answers one at a time")
-        if attention_mask is not None and not bool(attention_mask.all()):
-            raise RangeError("a prompt with padding: profile two-party answers prompts without")
-        if not inputs_embeds.shape[1]:
-            raise RangeError("the prompt is empty: nothing was sent")
         cache = options.get(_CACHE)
         if cache is None:
             cache = DynamicCache()
+        batch, new, past = *inputs_embeds.shape[:2], cache.get_seq_length()
+        if not batch * new:
+            raise RangeError("the prompt is empty: nothing was sent")
+        shown = torch.ones(batch, past + new, dtype=torch.bool)
+        if attention_mask is not None:
+            if attention_mask.shape != shown.shape:
+                raise RangeError(
+                    f"a mask {list(attention_mask.shape)} of {batch} prompts with {past + new} tokens: it has a place "
+                    "for each, cached ones too"
+                )
+            shown = attention_mask.cpu().bool()
+        if position_ids is None:
+            position_ids = torch.arange(past, past + new)[None]
+        positions = position_ids.cpu().expand(batch, new)
         if _PLACES in self._embeddings:
-            start = cache.get_seq_length()
-            inputs_embeds = inputs_embeds + self._embeddings[_PLACES](
-                torch.arange(start, start + inputs_embeds.shape[1])
-            )
-        rows = inputs_embeds[0].detach().to(device="cpu", dtype=torch.float64).numpy()
-        hidden, counters = self._session.forward(rows, _counters(cache))
-        stored = torch.tensor(counters, dtype=torch.float64).reshape(1, 1, -1, 1)
+            most = self._session.plan.shape.positions
+            if int(positions.max()) >= most:
+                raise LimitError(f"position {int(positions.max())}: this model has {most}")
+            inputs_embeds = inputs_embeds + self._embeddings[_PLACES](positions.to(inputs_embeds.device))
+        embedded = inputs_embeds.detach().to(device="cpu", dtype=torch.float64).numpy()
+        hidden = np.zeros_like(embedded)
+        counters = np.full((batch, past + new), _PADDING)
+        if past:
+            counters[:, :past] = cache.layers[0].keys.reshape(batch, past).long().numpy()
+        # Place after place, so that what a crop leaves is what the session's cache begins with.
+        places, rows = np.nonzero(shown.numpy()[:, past:].T)
+        if len(rows):
+            kept = _beginning(self._session.cached, int(counters.max()))
+            sight = None
+            if batch > 1 or not bool(shown.all()) or not np.array_equal(positions[0], np.arange(past, past + new)):
+                sight = _sight(counters, shown.numpy(), kept, rows, places, positions.numpy())
+            opened = np.flatnonzero(np.isin(places, np.arange(new)[self._wanted])).tolist()
+            found, taken = self._session.forward(embedded[rows, places], kept, sight, opened)
+            hidden[rows, places] = found
+            counters[rows, past + places] = taken
+        stored = torch.from_numpy(counters[:, past:]).double().reshape(batch, 1, new, 1)
         cache.update(stored, stored, 0)
         out = torch.from_numpy(hidden).to(device=inputs_embeds.device, dtype=inputs_embeds.dtype)
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=out[None], **{_CACHE: cache})
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=out, **{_CACHE: cache})
+
+    def want(self, _: nn.Module, __: Any, options: dict[str, Any]) -> None:
+        """A hook of the whole model: of which places logits will be made, of a call that comes."""
+        kept = options.get("logits_to_keep", 0)
+        self._wanted = slice(-kept, None) if isinstance(kept, int) else kept.cpu().numpy()
 
 
-def _counters(cache: DynamicCache) -> list[int]:
-    if not cache.get_seq_length():
+def _beginning(cached: Sequence[int], last: int) -> list[int]:
+    """Of a session's cache, up to the row with this counter; nothing for ``_PADDING``.
+
+    Raises:
+        ProtocolError: it is gone.
+    """
+    if last == _PADDING:
         return []
-    return [int(counter) for counter in cache.layers[0].keys.reshape(-1).tolist()]
+    if last not in cached:
+        raise ProtocolError("the cache's rows are gone, another prompt came since: begin with an empty one")
+    return list(cached[: cached.index(last) + 1])
+
+
+def _sight(counters: I64, shown: Bool, kept: list[int], rows: I64, places: I64, positions: I64) -> Sight:
+    """What new rows see: those of their own prompt that were there before, unless they are masked.
+
+    Args:
+        counters, shown: ``[batch, past + new]``, and which of them are not masked. kept: counters of the cache.
+        rows, places: of each new row, its prompt and its place among the new ones. positions: ``[batch, new]``.
+
+    Raises:
+        ProtocolError: a row of the cache is gone.
+    """
+    past, of_cache = counters.shape[1] - positions.shape[1], {counter: place for place, counter in enumerate(kept)}
+    visible = np.zeros((len(rows), len(kept) + len(rows)), bool)
+    for prompt in range(len(counters)):
+        own = rows == prompt
+        before = counters[prompt, :past][shown[prompt, :past] & (counters[prompt, :past] != _PADDING)].tolist()
+        if any(counter not in of_cache for counter in before):
+            raise ProtocolError("the cache's rows are gone, another prompt came since: begin with an empty one")
+        visible[np.ix_(own, [of_cache[counter] for counter in before])] = True
+        own_places = np.flatnonzero(own)
+        visible[np.ix_(own, len(kept) + own_places)] = own_places <= own_places[:, None]
+    return Sight(positions[rows, places], visible)
 
 
 def use_shares(model: PreTrainedModel, session: PartySession) -> None:
@@ -94,4 +164,6 @@ def use_shares(model: PreTrainedModel, session: PartySession) -> None:
     inner = getattr(model, model.base_model_prefix, None)
     if not isinstance(inner, nn.Module) or not any(hasattr(inner, name) for name in _EMBEDDINGS):
         raise UnsupportedModelError("profile two-party finds no embedding in this model")
-    setattr(model, model.base_model_prefix, PartyLayers(inner, session))
+    layers = PartyLayers(inner, session)
+    setattr(model, model.base_model_prefix, layers)
+    model.register_forward_pre_hook(layers.want, with_kwargs=True)

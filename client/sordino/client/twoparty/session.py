@@ -31,16 +31,17 @@ from sordino.shared.errors import (
 from sordino.shared.twoparty import numbers as nb
 from sordino.shared.twoparty.amounts import pass_bytes
 from sordino.shared.twoparty.dealt import Dealt
-from sordino.shared.twoparty.forward import HIDDEN, MATRICES, Cache, Model, forward
+from sordino.shared.twoparty.forward import HIDDEN, MATRICES, Cache, Model, Sight, forward
 from sordino.shared.twoparty.lwe import word_shape
 from sordino.shared.twoparty.numbers import Plan
 from sordino.shared.twoparty.party import Count, Party
-from sordino.shared.twoparty.passes import Counters, counters_of, ranges
+from sordino.shared.twoparty.passes import Counters, counters_of, ranges, tell_sight
 from sordino.shared.twoparty.source import AHEAD_BYTES, Dealer, PassSource
 from sordino.shared.twoparty.tape import CLIENT, Tape
 
 U64 = NDArray[np.uint64]
 F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
 Progress = Callable[[int, int], None]
 
 MOST_ROWS: Final = 32  # of a pass; a longer prompt goes in several
@@ -112,7 +113,7 @@ class PartySession:
             raise
         self._cache = Cache.empty(self.plan.shape)
         self._counters = Counters()
-        self._next_pass = self._next_row = 0
+        self._next_pass = self._next_row = self._last_rows = 0
         self._ahead: tuple[deal_pb.Pass, PassSource] | None = None
         # Of each matrix: rows r that nothing has been masked with, and c = W r + s of them.
         self._rows: dict[tuple[int, int], deque[tuple[U64, U64]]] = {
@@ -123,7 +124,8 @@ class PartySession:
         fingerprint = self._connection.manifest.fingerprint
         opening = pb.Open(fingerprint=fingerprint, protocol=pb.PROTOCOL_TWO_PARTY)
         self._put(pb.ComputeRequest(open=opening))
-        self.plan = Plan.from_json(self._next("plan").plan.plan)
+        told = self._next("plan").plan
+        self.plan, self.opened = Plan.from_json(told.plan), int(told.opened)
         self._model = Model.of(self.plan, tensors)
         last = tensors.get(f"{self.plan.shape.kind.last}.bias")
         self._last_bias: F64 = np.zeros(1) if last is None else last.astype(np.float64)
@@ -184,52 +186,87 @@ class PartySession:
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
-    def forward(self, rows: F64, kept: Sequence[int]) -> tuple[F64, list[int]]:
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Counters of the rows in the cache, in order."""
+        return tuple(self._cache.counters)
+
+    def forward(
+        self, rows: F64, kept: Sequence[int], sight: Sight | None = None, opened: Sequence[int] | None = None
+    ) -> tuple[F64, list[int]]:
         """Hidden states ``[R, d]`` after the last norm, of embedded rows ``[R, d]`` after the cached rows ``kept``.
+
+        Args:
+            sight: what the rows see of ``kept`` and of those among them that come before; None for one sequence.
+            opened: the rows whose hidden states are wanted, ascending; None for all. Those of others are 0.
 
         Returns:
             Also the counters of these rows in the cache.
 
         Raises:
-            RangeError: an activation left the domain of a table; the cache is as before.
+            RangeError: an activation left the domain of a table; the cache is as before. Or rows are no numbers, or
+                more are to be opened than the provider permits: nothing was sent.
             LimitError: too many rows for a cache. ProtocolError: the cache lacks ``kept``.
             SessionLostError: the session is over, or is now. SordinoError: of server or dealer; it is over now.
         """
         check_rows(rows)
-        if len(kept) + len(rows) > min(nb.LONGEST, self.plan.shape.positions):
-            raise LimitError(f"{len(kept) + len(rows)} positions: a session of profile two-party has {nb.LONGEST}")
+        most = min(nb.LONGEST, self.plan.shape.positions)
+        if len(kept) + len(rows) > nb.LONGEST:
+            raise LimitError(f"{len(kept) + len(rows)} rows: the cache of a session has {nb.LONGEST}")
+        last = len(kept) + len(rows) - 1 if sight is None else int(sight.positions.max(initial=0))
+        if last >= most:
+            raise LimitError(f"position {last}: profile two-party has {most} of this model")
+        wanted = np.arange(len(rows)) if opened is None else np.array(opened, np.int64)
+        spans = [range(start, min(start + MOST_ROWS, len(rows))) for start in range(0, len(rows), MOST_ROWS)]
+        if any(np.isin(wanted, span).sum() > self.opened for span in spans):
+            raise RangeError(
+                f"the provider opens the hidden states of {self.opened} rows of {MOST_ROWS} at most: ask for fewer, "
+                "such as by logits_to_keep"
+            )
         if self.plan.shape.kind.centred:
             rows = rows - rows.mean(axis=1, keepdims=True)
-        parts, counters = [], list(kept)
+        out, counters = np.zeros_like(rows), list(kept)
         with self._turn:
             if self._cache.counters[: len(kept)] != counters:
                 raise ProtocolError("the cache's rows are gone, another prompt came since: begin with an empty one")
-            for start in range(0, len(rows), MOST_ROWS):
-                some = rows[start : start + MOST_ROWS]
+            for span in spans:
+                some, seen = rows[span.start : span.stop], None
+                if sight is not None:
+                    seen = Sight(
+                        sight.positions[span.start : span.stop],
+                        sight.visible[span.start : span.stop, : len(kept) + span.stop],
+                    )
                 while self.masks_left < len(some):
                     self.provision(BLOCK_ROWS)
+                opening = wanted[np.isin(wanted, span)]
                 with self._turn_of_one():
-                    hidden, outside = self._pass(some, counters)
+                    out[opening], outside = self._pass(some, counters, seen, opening - span.start)
                 if outside:
                     self._cache.crop(len(counters))
                     raise RangeError("an activation left the domain that this profile can compute: no token came of it")
-                parts.append(hidden)
                 counters += self._cache.counters[-len(some) :]
-        return np.concatenate(parts), counters[len(kept) :]
+        return out, counters[len(kept) :]
 
-    def _pass(self, rows: F64, kept: Sequence[int]) -> tuple[F64, int]:
-        """Hidden states, and how many wires left their domain."""
+    def _pass(self, rows: F64, kept: Sequence[int], sight: Sight | None, opened: I64) -> tuple[F64, int]:
+        """Hidden states of the opened rows, and how many wires left their domain."""
         start = time.perf_counter()
         shape, count = self.plan.shape, len(rows)
         plain = len(kept) == len(self._cache)
         wanted, source = self._begin(count, kept)
         new = self._counters.extend(self._cache, wanted, self._dealing.key, shape)
-        self._put(pb.ComputeRequest(forward=wanted))
-        if plain and count == 1:  # one token after another, and so probably the next
-            self._ask_ahead(1, self._cache.counters)
+        request = pb.Forward(numbers=wanted, opened=opened.tolist())
+        if sight is None:
+            sight = Sight.causal(new)
+        else:
+            tell_sight(request, sight)
+        self._put(pb.ComputeRequest(forward=request))
+        if plain and count in (1, self._last_rows):  # one token after another, and so probably the next
+            self._ask_ahead(count, self._cache.counters)
+        self._last_rows = count
         party = Party(Tape(CLIENT, self._dealing.key, wanted.number, source), self)
         x = np.rint(rows * 2.0**nb.RESIDUAL).astype(np.int64).view(np.uint64)
-        hidden, outside = forward(party, self._model, self, self._cache, new, x)
+        hidden, outside = forward(party, self._model, self, self._cache, new, sight, x)
+        hidden = hidden[opened]
         theirs = party.receive(1 + hidden.size)
         self._add(party.count, time.perf_counter() - start)
         words = hidden + theirs[1:].reshape(hidden.shape)

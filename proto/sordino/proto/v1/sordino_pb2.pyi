@@ -236,10 +236,10 @@ class ComputeRequest(_message.Message):
     open: Open
     session: PartySession
     products: WordProducts
-    forward: _dealer_pb2.Pass
+    forward: Forward
     words: bytes
     ahead: _dealer_pb2.Pass
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., session: _Optional[_Union[PartySession, _Mapping]] = ..., products: _Optional[_Union[WordProducts, _Mapping]] = ..., forward: _Optional[_Union[_dealer_pb2.Pass, _Mapping]] = ..., words: _Optional[bytes] = ..., ahead: _Optional[_Union[_dealer_pb2.Pass, _Mapping]] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., session: _Optional[_Union[PartySession, _Mapping]] = ..., products: _Optional[_Union[WordProducts, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., words: _Optional[bytes] = ..., ahead: _Optional[_Union[_dealer_pb2.Pass, _Mapping]] = ...) -> None: ...
 
 class PartySession(_message.Message):
     __slots__ = ("session", "digest", "public_key")
@@ -250,6 +250,18 @@ class PartySession(_message.Message):
     digest: bytes
     public_key: bytes
     def __init__(self, session: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., public_key: _Optional[bytes] = ...) -> None: ...
+
+class Forward(_message.Message):
+    __slots__ = ("numbers", "positions", "visible", "opened")
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    VISIBLE_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    numbers: _dealer_pb2.Pass
+    positions: _containers.RepeatedScalarFieldContainer[int]
+    visible: bytes
+    opened: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, numbers: _Optional[_Union[_dealer_pb2.Pass, _Mapping]] = ..., positions: _Optional[_Iterable[int]] = ..., visible: _Optional[bytes] = ..., opened: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WordProducts(_message.Message):
     __slots__ = ("layer", "matrix", "rows", "ciphertexts", "last")
@@ -278,10 +290,12 @@ class ComputeResponse(_message.Message):
     def __init__(self, plan: _Optional[_Union[PartyPlan, _Mapping]] = ..., joined: _Optional[bool] = ..., answers: _Optional[_Union[WordAnswers, _Mapping]] = ..., words: _Optional[bytes] = ...) -> None: ...
 
 class PartyPlan(_message.Message):
-    __slots__ = ("plan",)
+    __slots__ = ("plan", "opened")
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
     plan: bytes
-    def __init__(self, plan: _Optional[bytes] = ...) -> None: ...
+    opened: int
+    def __init__(self, plan: _Optional[bytes] = ..., opened: _Optional[int] = ...) -> None: ...
 
 class WordAnswers(_message.Message):
     __slots__ = ("ciphertexts", "last")

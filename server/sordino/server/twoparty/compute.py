@@ -32,7 +32,7 @@ async def compute(
     Raises:
         SordinoError: the session cannot be joined, or a request does not fit.
     """
-    await call.write(pb.ComputeResponse(plan=pb.PartyPlan(plan=model.plan.to_json())))
+    await call.write(pb.ComputeResponse(plan=pb.PartyPlan(plan=model.plan.to_json(), opened=model.opened)))
     first = await requests.read()
     if first is None:
         return
@@ -99,7 +99,7 @@ async def _serve(
         while True:
             await call.write(await outgoing.get())
 
-    async def forward(wanted: Any, source: PassSource, link: StreamLink) -> None:
+    async def forward(wanted: pb.Forward, source: PassSource, link: StreamLink) -> None:
         share = await in_thread(session.forward, wanted, source, link)
         passes.clear()  # before the client can know, who asks for the next one then
         send(share)

@@ -44,7 +44,7 @@ from sordino.shared.twoparty.numbers import (
     scales,
 )
 from sordino.shared.twoparty.party import Party
-from sordino.shared.twoparty.passes import Counters
+from sordino.shared.twoparty.passes import Counters, sight_of
 from sordino.shared.twoparty.source import PassSource
 from sordino.shared.twoparty.tape import SERVER, Tape
 
@@ -53,6 +53,7 @@ F64 = NDArray[np.float64]
 
 # Rows of masked products that a client may have made ahead, of each matrix.
 _MOST_ROWS: Final = 4096
+OPENED_ROWS: Final = 32  # of a pass, unless the provider says otherwise
 # Of a pass: its memory grows with rows times positions. A client's passes have 32.
 _MOST_PASS: Final = 128
 # Messages of a pass that it has not come to. A client's are never more than four ahead.
@@ -62,11 +63,15 @@ _MOST_AHEAD: Final = 8
 class TwoPartyModel:
     """What a server has for all sessions: the plan, the public integers and their digest, and its matrices.
 
+    Args:
+        opened: rows of a pass whose hidden states a client may open.
+
     Raises:
         UnsupportedModelError: the model is of another kind, or only a part of it is here.
     """
 
-    def __init__(self, store: MatrixStore) -> None:
+    def __init__(self, store: MatrixStore, opened: int = OPENED_ROWS) -> None:
+        self.opened = opened
         if not store.is_whole:
             raise UnsupportedModelError("profile two-party needs all layers in one server")
         folder = store.bundle / CLIENT_DIR
@@ -229,13 +234,19 @@ class PartySession:
             raise ProtocolError("a pass was asked for ahead: one at a time, until the next begins")
         self._ahead = wanted, self._dealing.ask(wanted)
 
-    def begin(self, wanted: deal_pb.Pass) -> PassSource:
+    def begin(self, request: pb.Forward) -> PassSource:
         """Material for the pass that begins.
 
         Raises:
-            ProtocolError: not enough was made ahead for it. LimitError: it has too many rows.
+            ProtocolError: not enough was made ahead for it, or it opens rows that it has not.
+            LimitError: it has too many rows, or opens too many.
         """
+        wanted, opened = request.numbers, list(request.opened)
         _check_rows(wanted)
+        if len(opened) > self._model.opened:
+            raise LimitError(f"{len(opened)} rows to open: the provider opens at most {self._model.opened} of a pass")
+        if opened != sorted(set(opened)) or (opened and opened[-1] >= wanted.rows):
+            raise ProtocolError(f"rows to open are rows of the pass, of which there are {wanted.rows}, in their order")
         made = min(
             len(self._masks.get((layer, matrix), ()))
             for layer in range(self._model.plan.shape.layers)
@@ -250,19 +261,20 @@ class PartySession:
             ahead[1].drop()
         return self._dealing.ask(wanted)
 
-    def forward(self, wanted: deal_pb.Pass, source: PassSource, link: StreamLink) -> bytes:
-        """The pass; returns its last message, the server's share of the hidden states.
+    def forward(self, request: pb.Forward, source: PassSource, link: StreamLink) -> bytes:
+        """The pass; returns its last message, the server's share of the hidden states that are opened.
 
         Raises:
             ProtocolError: it does not fit what went before. SessionLostError: the client goes in the middle.
             SordinoError: of the dealer.
         """
-        new = self._counters.extend(self._cache, wanted, self._dealing.key, self._model.plan.shape)
-        tape = Tape(SERVER, self._dealing.key, wanted.number, source)
-        party = Party(tape, link)
-        x = np.zeros((wanted.rows, self._model.plan.shape.d), np.uint64)
-        hidden, outside = forward(party, self._model.public, self, self._cache, new, x)
-        return np.concatenate([outside, hidden.reshape(-1)]).astype("<u8", copy=False).tobytes()
+        wanted, shape = request.numbers, self._model.plan.shape
+        new = self._counters.extend(self._cache, wanted, self._dealing.key, shape)
+        sight = sight_of(request, new, shape)
+        party = Party(Tape(SERVER, self._dealing.key, wanted.number, source), link)
+        x = np.zeros((wanted.rows, shape.d), np.uint64)
+        hidden, outside = forward(party, self._model.public, self, self._cache, new, sight, x)
+        return np.concatenate([outside, hidden[list(request.opened)].reshape(-1)]).astype("<u8", copy=False).tobytes()
 
     def constant(self, party: Party, layer: int, matrix: int) -> U64:
         """See :class:`sordino.shared.twoparty.forward.Linear`."""

@@ -203,12 +203,28 @@ class Cache:
         del self.counters[rows:]
 
 
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Positions of a pass's rows, ``[rows]``, and which rows of the cache they see, with theirs: ``[rows, kept]``. Each
+    sees itself."""
+
+    positions: NDArray[np.int64]
+    visible: Bool
+
+    @classmethod
+    def causal(cls, new: slice) -> Sight:
+        """Of one sequence: a row's place in the cache is its position, and it sees those before it."""
+        positions = np.arange(new.start, new.stop)
+        return cls(positions, np.arange(new.stop) <= positions[:, None])
+
+
 def forward(
     party: Party,
     model: Model,
     linear: Linear,
     cache: Cache,
     new: slice,
+    sight: Sight,
     x: U64,
 ) -> tuple[U64, U64]:
     """Shares of the normed hidden states ``[rows, d]``, with ``HIDDEN`` fraction bits, and of how many wires left the
@@ -216,13 +232,10 @@ def forward(
 
     Args:
         x: shares of the embedded rows ``[rows, d]``, with ``RESIDUAL`` fraction bits.
-        new: the rows of the cache that are those of this pass; a row's place in the cache is its position, and it sees
-            those before it.
+        new: the rows of the cache that are those of this pass.
     """
     rows, kept, shape = x.shape[0], new.stop, model.plan.shape
-    positions = np.arange(new.start, new.stop)
-    visible = np.arange(kept) <= positions[:, None]
-    turn = rotary(shape, positions)
+    turn = rotary(shape, sight.positions)
     outside = np.zeros(1, np.uint64)
     x = x << _SUM
     for number, (layer, sizes) in enumerate(zip(model.layers, model.plan.sizes, strict=True)):
@@ -230,7 +243,7 @@ def forward(
         x, t, y, out = _normed(party, s.square, s.root, x, layer.norm1, linear, number, QKV, shape)
         outside += out
         qkv = s.normed.run(party, y, t) + linear.constant(party, number, QKV)
-        attended, out = _attention(party, model, s, qkv, turn, cache, number, new, visible)
+        attended, out = _attention(party, model, s, qkv, turn, cache, number, new, sight.visible)
         outside += out
         y = linear.product(party, number, OUT, attended)
         x = (x << _SUM) + _scaled(y, layer.out, layer.out_mean) + linear.constant(party, number, OUT)

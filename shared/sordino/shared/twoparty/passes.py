@@ -1,12 +1,16 @@
-"""Which rows a pass adds to the cache, and under which counters: kept alike by both parties and the dealer."""
+"""Which rows a pass adds to the cache, and under which counters: kept alike by both parties and the dealer; and which
+rows these see, of which the dealer is not told."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from sordino.proto.v1 import dealer_pb2 as pb
+from sordino.proto.v1 import sordino_pb2
 from sordino.shared.errors import ProtocolError
-from sordino.shared.twoparty.forward import Cache
+from sordino.shared.twoparty.forward import Cache, Sight
 from sordino.shared.twoparty.numbers import LONGEST, Shape
 from sordino.shared.twoparty.tape import append_masks
 
@@ -72,3 +76,30 @@ class Counters:
         cache.crop(kept)
         new = every[kept:]
         return cache.extend(new, append_masks(key, new, 2, shape.layers, shape.groups, shape.head))
+
+
+def sight_of(sent: sordino_pb2.Forward, new: slice, shape: Shape) -> Sight:
+    """What rows see that are the ``new`` ones of a cache.
+
+    Raises:
+        ProtocolError: positions or bits are not those of so many rows, or a row does not see itself.
+    """
+    if not sent.positions and not sent.visible:
+        return Sight.causal(new)
+    rows, kept = new.stop - new.start, new.stop
+    positions = np.array(sent.positions, np.int64)
+    if len(positions) != rows or positions.max(initial=0) >= min(shape.positions, LONGEST):
+        raise ProtocolError(f"{len(positions)} positions of {rows} rows, or one that the model does not have")
+    bits = np.unpackbits(np.frombuffer(sent.visible, np.uint8))
+    if len(bits) != -(-rows * kept // 8) * 8:
+        raise ProtocolError(f"{len(bits)} bits say which of {kept} rows {rows} rows see")
+    visible = bits[: rows * kept].reshape(rows, kept).astype(bool)
+    if not np.diagonal(visible, new.start).all():
+        raise ProtocolError("a row does not see itself")
+    return Sight(positions, visible)
+
+
+def tell_sight(message: sordino_pb2.Forward, sight: Sight) -> None:
+    """The opposite of :func:`sight_of`."""
+    message.positions.extend(sight.positions.tolist())
+    message.visible = np.packbits(sight.visible).tobytes()
