@@ -47,7 +47,7 @@ def connect(
     on_bundle: BundleProgress | None = None,
     on_provision: Progress | None = None,
 ) -> TwoPartyConnected:
-    """Connects to a hosted model so that neither side sees an activation; a prompt at a time, without padding.
+    """Connects to a hosted model so that neither side sees an activation.
 
     Args:
         target: ``grpcs://host:port``. token, ca: as the provider gave them.
