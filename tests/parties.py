@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from queue import Queue
 from typing import Any
 
 import numpy as np
+from layer_check import links
 from numpy.typing import NDArray
 
 from sordino.dealer.deal import deal
@@ -21,27 +21,6 @@ U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 
 _NUMBERS = count()
-
-
-class QueueLink:
-    """One end of two queues. ``sent`` keeps what went through."""
-
-    def __init__(self, out: Queue[bytes], into: Queue[bytes]) -> None:
-        self._out, self._into = out, into
-        self.sent: list[bytes] = []
-
-    def send(self, message: bytes) -> None:
-        self.sent.append(message)
-        self._out.put(message)
-
-    def receive(self) -> bytes:
-        return self._into.get(timeout=60)
-
-
-def links() -> tuple[QueueLink, QueueLink]:
-    first: Queue[bytes] = Queue()
-    second: Queue[bytes] = Queue()
-    return QueueLink(first, second), QueueLink(second, first)
 
 
 def share(values: NDArray[Any]) -> tuple[U64, U64]:

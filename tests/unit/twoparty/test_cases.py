@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from parties import Run, links, signed, uniform
+from layer_check import Whole, clear_inputs, errors, first_bad, main
+from parties import Run, signed, uniform
 from safetensors.numpy import load_file
 from scipy.stats import chisquare
 
 from sordino.client.twoparty.session import check_rows
-from sordino.dealer.layers import PassMaker
 from sordino.server.store import MatrixStore
 from sordino.server.twoparty.session import StreamLink, TwoPartyModel
 from sordino.shared.errors import LimitError, RangeError, SessionLostError, TransportError
 from sordino.shared.manifest import CLIENT_DIR
 from sordino.shared.twoparty import numbers as nb
-from sordino.shared.twoparty.forward import HIDDEN, Cache, Model, Sight, forward
-from sordino.shared.twoparty.numbers import rotary
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.source import Dealer
 from sordino.shared.twoparty.steps import Trunc, TruncMul, TruncSquare
-from sordino.shared.twoparty.tape import CLIENT, Given, Tape, append_masks
 
 Array = np.ndarray[Any, Any]
-Places = dict[tuple[int, int], Array]
-
 CHANCE = 1e-7
-NAMES = ("attention's input", "attention's output", "the MLP's input", "the MLP's inner rows")
 SECRET = 0x0123456789ABCDE
 RUNS = 10_000
 
@@ -173,108 +165,6 @@ def model(bundle: Path) -> TwoPartyModel:
     return TwoPartyModel(MatrixStore(bundle, "cpu"))
 
 
-class Whole:
-    """One pass of both parties, and what goes into each matrix.
-
-    Attributes:
-        links: what each sent.
-    """
-
-    def __init__(self, model: TwoPartyModel, bundle: Path, public: Model | None = None) -> None:
-        self.model, self.public = model, public or model.public
-        self.tensors = load_file(bundle / CLIENT_DIR / "client.safetensors")
-        self.links = links()
-        self._shares: tuple[Places, Places] = ({}, {})
-        self._r: Places = {}
-        self._s: Places = {}
-
-    def __call__(self, rows: Array) -> tuple[Array, int, Places]:
-        """Hidden states, how many wires left their domain, and the inputs of matrices as real numbers."""
-        shape, count, keys = self.model.plan.shape, len(rows), (os.urandom(32), os.urandom(32))
-        counters = list(range(count))
-        maker = PassMaker(keys, self.model.plan, 0, count, counters, {})
-        points, corrections = (
-            b"".join(parts) for parts in zip(*(maker.make() for _ in range(shape.layers + 1)), strict=True)
-        )
-        sources = Given(points, b""), Given(points, corrections)
-        for layer in range(shape.layers):
-            for matrix in range(4):
-                m, n = self.model.matrix(layer, matrix).weights.shape
-                self._r[layer, matrix], self._s[layer, matrix] = words(count, n), words(count, m)
-        x = np.rint(rows * 2.0**nb.RESIDUAL).astype(np.int64).view(np.uint64)
-
-        def run(i: int) -> tuple[Array, Array]:
-            party, cache = Party(Tape(i, keys[i], 0, sources[i]), self.links[i]), Cache.empty(shape)
-            new = cache.extend(counters, append_masks(keys[i], counters, 2, shape.layers, shape.groups, shape.head))
-            return forward(party, self.public, self, cache, new, Sight.causal(new), x * np.uint64(1 - i))
-
-        with ThreadPoolExecutor(2) as pool:
-            first, second = (job.result(120) for job in [pool.submit(run, i) for i in (0, 1)])
-        hidden = signed(first[0] + second[0]) * 2.0**-HIDDEN * shape.d**0.5
-        inputs = {
-            place: signed(share + self._shares[1][place]) * 2.0 ** -(nb.RESIDUAL + nb.NORM if place[1] % 2 == 0 else 16)
-            for place, share in self._shares[0].items()
-        }
-        return hidden, int((first[1] + second[1])[0]), inputs
-
-    def product(self, party: Party, layer: int, matrix: int, x: Array) -> Array:
-        self._shares[party.index][layer, matrix] = x
-        weights, r, s = self.model.matrix(layer, matrix), self._r[layer, matrix], self._s[layer, matrix]
-        if party.index == CLIENT:
-            party.send(x - r)
-            return weights.product(r) + s
-        return weights.product(party.receive(x.size).reshape(x.shape) + x) - s
-
-    def constant(self, party: Party, layer: int, matrix: int) -> Array:
-        return np.zeros(1, np.uint64) if party.index == CLIENT else self.model.constant(layer, matrix)
-
-
-def words(*shape: int) -> Array:
-    return np.frombuffer(os.urandom(8 * int(np.prod(shape))), np.uint64).reshape(shape)
-
-
-def clear_inputs(model: TwoPartyModel, tensors: Mapping[str, Array], x: Array) -> Places:
-    """What goes into each matrix in float64; before those of norms, w * x that is not divided by its norm yet."""
-    shape, out = model.plan.shape, Places()
-    half = shape.head // 2
-    cos, sin = (table[:, None] for table in rotary(shape, np.arange(len(x))))
-
-    def times(layer: int, matrix: int, h: Array, *names: str) -> Array:
-        scales = np.concatenate([tensors[f"model.layers.{layer}.{name}_proj.scale"] for name in names])
-        return h @ (model.matrix(layer, matrix).weights.numpy() * scales[:, None].astype(np.float64)).T
-
-    def normed(layer: int, matrix: int, x: Array, name: str) -> Array:
-        out[layer, matrix] = x * tensors[f"model.layers.{layer}.{name}.weight"]
-        return out[layer, matrix] / np.sqrt((x * x).mean(axis=1, keepdims=True) + shape.eps)
-
-    def turned(a: Array) -> Array:
-        return a * cos + np.concatenate([-a[..., half:], a[..., :half]], axis=-1) * sin
-
-    for layer in range(shape.layers):
-        y = times(layer, 0, normed(layer, 0, x, "input_layernorm"), "self_attn.q", "self_attn.k", "self_attn.v")
-        q, k, v = np.split(y.reshape(len(x), -1, shape.head), [shape.heads, shape.heads + shape.groups], axis=1)
-        k, v = (np.repeat(a, shape.heads // shape.groups, axis=1) for a in (turned(k), v))
-        scores = np.einsum("rhd,thd->hrt", turned(q), k) / np.sqrt(shape.head)
-        scores[:, ~np.tri(len(x), dtype=bool)] = -np.inf
-        e = np.exp(scores - scores.max(axis=2, keepdims=True))
-        e /= e.sum(axis=2, keepdims=True)
-        out[layer, 1] = np.einsum("hrt,thd->rhd", e, v).reshape(len(x), -1)
-        x = x + times(layer, 1, out[layer, 1], "self_attn.o")
-        y = times(layer, 2, normed(layer, 2, x, "post_attention_layernorm"), "mlp.gate", "mlp.up")
-        gate, up = np.split(y, 2, axis=1)
-        out[layer, 3] = gate / (1 + np.exp(-gate)) * up
-        x = x + times(layer, 3, out[layer, 3], "mlp.down")
-    return out
-
-
-def first_bad(found: Places, right: Places, tolerance: float) -> str | None:
-    """The first matrix whose input is off by more than ``tolerance`` of its largest entry."""
-    for (layer, matrix), value in right.items():
-        if not np.abs(found[layer, matrix] - value).max() <= tolerance * np.abs(value).max():
-            return f"layer {layer}, {NAMES[matrix]}"
-    return None
-
-
 def prompt(bundle: Path) -> Array:
     return load_file(bundle / CLIENT_DIR / "client.safetensors")["model.embed_tokens.weight"][40:46].astype(np.float64)
 
@@ -287,13 +177,24 @@ def test_each_layer_is_that_of_float64(model: TwoPartyModel, bundle: Path) -> No
     _, outside, found = whole(x)
     assert outside == 0
     assert len(found) == len(right) == 4 * model.plan.shape.layers
-    worst = max(np.abs(found[place] - value).max() / np.abs(value).max() for place, value in right.items())
+    worst = max(errors(found, right).values())
     print(f"largest error of an input of a matrix: {worst:.2g} of its largest entry")
     assert first_bad(found, right, 0.02) is None
     layers = list(model.public.layers)
     layers[1] = replace(layers[1], norm2=layers[1].norm2 + np.uint64(1 << (nb.NORM - 2)))
     _, _, found = Whole(model, bundle, replace(model.public, layers=tuple(layers)))(x)
     assert first_bad(found, right, 0.02) == "layer 1, the MLP's input"
+
+
+def test_the_command_names_the_first_layer_that_is_off(
+    bundles: Callable[..., Path], bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--bundle", str(bundle)])
+    assert "0 wires left the domain" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="is layer 0, attention's input"):
+        main(["--bundle", str(bundle), "--tolerance", "0"])
+    with pytest.raises(SystemExit, match="of Llamas alone"):
+        main(["--bundle", str(bundles("gpt2"))])
 
 
 def test_rows_of_a_prompt_are_in_no_message(model: TwoPartyModel, bundle: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from parties import QueueLink, links
+from layer_check import QueueLink, links
 from safetensors.numpy import load_file
 from scipy.stats import chi2, chisquare, ks_2samp, kstest
 
