@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import grpc
 import pytest
@@ -26,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 from twoparty import DealerProcess
 
-from sordino.dealer.metrics import Metrics
+from sordino.dealer.metrics import _WATCHED, Metrics, Reason
 from sordino.dealer.sessions import Limits, Sessions
 from sordino.proto.v1 import dealer_pb2 as pb
 from sordino.proto.v1 import dealer_pb2_grpc as pb_grpc
@@ -393,6 +394,17 @@ def test_a_drain_is_seen_and_ends_what_is_open(tmp_path: Path) -> None:
         lines = dealer.lines()
         assert [line["status"] for line in lines if line.get("method") == "Deal"] == ["CANCELLED"]
         assert [line["reason"] for line in lines if "reason" in line] == ["shutdown"]
+
+
+def test_the_page_of_operations_has_every_figure() -> None:
+    metrics = Metrics()
+    metrics.watch(**dict.fromkeys(_WATCHED, lambda: 0.0))
+    families = metrics.registry.collect()
+    real = {family.name + {"counter": "_total", "info": "_info"}.get(family.type, "") for family in families}
+    text = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    named = set(re.findall(r"sordino_dealer_[a-z_]+", text))
+    assert named == {name for name in real if name.startswith("sordino_")}
+    assert all(f"`{reason}`" in text for reason in get_args(Reason))
 
 
 def test_a_session_ends_once_and_of_its_first_reason() -> None:
