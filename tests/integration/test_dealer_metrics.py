@@ -235,7 +235,7 @@ def test_what_is_dealt_is_counted(operated: Operated, channel: grpc.Channel) -> 
 
 _KILLED = """
 import sys, time, grpc
-address, ca, token, *messages = sys.argv[1:]
+address, ca, token, *messages = sys.argv[2:]
 credentials = grpc.ssl_channel_credentials(open(ca, "rb").read())
 channel = grpc.secure_channel(address, credentials, options=[("grpc.enable_http_proxy", 0)])
 def requests():
@@ -243,10 +243,26 @@ def requests():
     time.sleep(120)
 call = channel.stream_stream("/sordino.proto.v1.Dealer/Deal")
 answers = call(requests(), metadata=[("authorization", f"Bearer {token}")])
-next(answers)
+for _ in range(int(sys.argv[1])):
+    next(answers)
 print("open", flush=True)
 time.sleep(120)
 """
+
+
+@contextmanager
+def killed(dealer: Operated, session: Session, rows: int, answers: int) -> Iterator[None]:
+    """A client that has read so many answers of its first pass, until the end of the block."""
+    wanted = pb.DealRequest(**{"pass": pb.Pass(number=0, rows=rows, first_counter=0)})
+    messages = [one.SerializeToString().hex() for one in (pb.DealRequest(open=session.name), wanted)]
+    arguments = [str(answers), f"localhost:{dealer.port}", str(dealer.ca), dealer.token(CLIENT), *messages]
+    with subprocess.Popen([sys.executable, "-c", _KILLED, *arguments], stdout=subprocess.PIPE) as client:
+        try:
+            assert client.stdout
+            assert client.stdout.readline() == b"open\n"
+            yield
+        finally:
+            client.kill()
 
 
 def test_a_party_that_is_killed_in_a_pass(operated: Operated, channel: grpc.Channel) -> None:
@@ -256,16 +272,8 @@ def test_a_party_that_is_killed_in_a_pass(operated: Operated, channel: grpc.Chan
     cancelled = Stream(session, SERVER)
     cancelled.ask(0, 20, 0)
     next(cancelled.call)
-    wanted = pb.DealRequest(**{"pass": pb.Pass(number=0, rows=20, first_counter=0)})
-    messages = [one.SerializeToString().hex() for one in (pb.DealRequest(open=session.name), wanted)]
-    arguments = [f"localhost:{operated.port}", str(operated.ca), operated.token(CLIENT), *messages]
-    with subprocess.Popen([sys.executable, "-c", _KILLED, *arguments], stdout=subprocess.PIPE) as client:
-        try:
-            assert client.stdout
-            assert client.stdout.readline() == b"open\n"
-            assert operated.figures()["calls_open", "Deal"] == 2
-        finally:
-            client.kill()
+    with killed(operated, session, rows=20, answers=1):
+        assert operated.figures()["calls_open", "Deal"] == 2
     cancelled.call.cancel()
     after = operated.when_quiet() - before
     assert of(after, "calls_ended_total") == {("Begin", "OK"): 1, ("Join", "OK"): 1, ("Deal", "CANCELLED"): 2}
@@ -273,6 +281,30 @@ def test_a_party_that_is_killed_in_a_pass(operated: Operated, channel: grpc.Chan
     assert of(after, "passes_total") == {}
     assert after["material_bytes_total", "points", "client"] > 0
     assert after["refusals_total",] == 0
+
+
+def test_a_client_that_is_killed_between_passes_has_not_ended_its_session(
+    operated: Operated, channel: grpc.Channel
+) -> None:
+    before = operated.when_quiet()
+    session = Session(operated, channel)
+    server = Stream(session, SERVER)
+    with killed(operated, session, rows=1, answers=PLAN.shape.layers + 2):  # a part a layer, the last norm's, the end
+        until(operated.figures, lambda now: (now - before)["passes_total", "client"])
+    now = until(operated.figures, lambda now: now["calls_open", "Deal"] == 1) - before
+    assert of(now, "sessions_ended_total") == {}
+    again = Stream(session, CLIENT)
+    for stream in (again, server):
+        stream.ask(1, 1, 1)
+        stream.read()
+    assert (again.close(), server.call.code()) == (CODE.OK, CODE.NOT_FOUND)
+    after = operated.when_quiet() - before
+    assert of(after, "sessions_ended_total") == {("client",): 1}
+    assert {key: value for key, value in of(after, "calls_ended_total").items() if key[0] == "Deal"} == {
+        ("Deal", "CANCELLED"): 1,
+        ("Deal", "OK"): 1,
+        ("Deal", "NOT_FOUND"): 1,
+    }
 
 
 def test_a_stream_that_is_replaced_and_a_session_that_fails(operated: Operated, channel: grpc.Channel) -> None:

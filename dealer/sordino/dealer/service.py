@@ -32,6 +32,7 @@ SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Dealer"].full_name
 PART_BYTES: Final = 1 << 20
 MAX_REQUEST_BYTES: Final = 1 << 20
 _FIRST_S: Final = 10.0  # for the first message of a call
+_VANISHED_S: Final = 0.1
 _FAREWELL_S: Final = 20.0  # for the status to go out, behind answers that are not read
 _DRAINING: Final = "the dealer is shutting down"
 # A health stream needs no token and has no end.
@@ -136,7 +137,10 @@ class DealerService(pb_grpc.DealerServicer):
                     raise ProtocolError("after its first message a stream asks for passes alone")
                 async for part in self._pass(session, caller.party, getattr(request, "pass")):
                     yield part
-            if caller.party == CLIENT:  # who has closed its end, rather than vanished
+            if caller.party == CLIENT:
+                # Of a party that has vanished gRPC says that its messages are at an end, and cancels the call next: it
+                # may come back. One that is still there has closed its end.
+                await asyncio.sleep(_VANISHED_S)
                 self._sessions.end(session)
         finally:
             self._sessions.close(session, caller.party, stream)

@@ -418,7 +418,8 @@ class Sessions:
                     session.end(SessionLostError(_WITHDRAWN), "withdrawn")
 
     def end_all(self) -> None:
-        """When the dealer stops."""
+        """When the dealer has stopped."""
         for session in self._sessions.values():
+            session.streams = [None, None]  # gRPC has ended them, and their tasks say how
             session.end(SessionLostError(_STOPPED), "shutdown")
         self._sessions.clear()
