@@ -129,7 +129,14 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
         two_party = None
         if config.dealer is not None:
             dealer = stack.enter_context(Dealer(config.dealer.target, config.dealer.ca, config.dealer.token))
-            two_party = TwoPartyModel(store, config.limits.max_opened_rows), dealer
+            model = TwoPartyModel(store, config.limits.max_opened_rows)
+            if model.unproven:
+                log.warning(
+                    "profile two-party: nothing proves that what layers %s add to a row cannot carry it past the check "
+                    "of its domain (docs/two-party.md, 6.1)",
+                    ", ".join(map(str, model.unproven)),
+                )
+            two_party = model, dealer
         service = SordinoService(
             store,
             config.limits,

@@ -17,10 +17,12 @@ from scipy.stats import chisquare
 
 from sordino.client.twoparty.session import check_rows
 from sordino.server.store import MatrixStore
-from sordino.server.twoparty.session import StreamLink, TwoPartyModel
+from sordino.server.twoparty.session import StreamLink, TwoPartyModel, _layer
 from sordino.shared.errors import LimitError, RangeError, SessionLostError, TransportError
 from sordino.shared.manifest import CLIENT_DIR
 from sordino.shared.twoparty import numbers as nb
+from sordino.shared.twoparty.forward import inverse_norm
+from sordino.shared.twoparty.numbers import growth
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.source import Dealer
 from sordino.shared.twoparty.steps import Trunc, TruncMul, TruncSquare
@@ -128,6 +130,53 @@ def test_rows_at_the_end_of_the_domain(model: TwoPartyModel, bundle: Path, of_li
         assert np.abs(hidden - norm).max() < 0.05 * np.abs(norm).max()
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("biased", [False, True])
+def test_no_row_grows_by_more_than_its_bound(model: TwoPartyModel, gated: bool, biased: bool) -> None:
+    """Against rows of norm sqrt(d) and heads' outputs that are sought out to grow it most: never over, and near it."""
+    rng, kind = np.random.default_rng(7), "llama" if gated else "gpt2"
+    shape = replace(model.plan.shape, family=kind, d=12, heads=4, groups=2 if gated else 4, head=3, inner=16)
+    rows = (2 if gated else 1) * shape.inner
+    values, out = rng.normal(size=(shape.groups * shape.head, shape.d)), rng.normal(size=(shape.d, 12))
+    gate_up, down = rng.normal(size=(rows, shape.d)), rng.normal(size=(shape.d, shape.inner))
+    gate_up[3] *= 40  # as one neuron of massive activations
+    biases = [rng.normal(size=size) * biased for size in (len(values), rows, shape.d, shape.d)]
+    by_attention, by_mlp = growth(shape, values, out, gate_up, down, (biases[0], biases[1]), (biases[2], biases[3]))
+
+    def mlp(x: Array) -> Array:
+        both = x @ gate_up.T + biases[1]
+        gate = both[:, : shape.inner] / (1 + np.exp(-np.clip(both[:, : shape.inner], -50, 50)))
+        return (gate * both[:, shape.inner :] if gated else gate) @ down.T + biases[3]
+
+    def attention(x: Array) -> Array:  # every head looks at the row that is largest to it
+        heads = np.repeat((x @ values.T + biases[0]).reshape(len(x), shape.groups, -1), 4 // shape.groups, axis=1)
+        return heads.reshape(len(x), -1) @ out.T + biases[2]
+
+    for adds, bound, near in ((mlp, by_mlp, 0.3), (attention, by_attention, 0.3)):
+        x, largest = rng.normal(size=(2000, shape.d)), 0.0
+        for step in (1.0, 0.3, 0.1, 0.03):
+            for _ in range(8):
+                x *= np.sqrt(shape.d) / np.linalg.norm(x, axis=1, keepdims=True)
+                norms = np.linalg.norm(adds(x), axis=1)
+                largest = max(largest, norms.max())
+                best = x[np.argsort(norms)[-40:]]
+                x = np.concatenate([best, np.repeat(best, 49, axis=0) + step * rng.normal(size=(1960, shape.d))])
+        assert near * bound < largest <= bound
+
+
+def test_layers_of_which_nothing_is_proven_are_named(bundle: Path, model: TwoPartyModel) -> None:
+    """One whose output is scaled up as far as it takes; what is added then does carry a row past the check."""
+    assert model.unproven == []
+    store = MatrixStore(bundle, "cpu")
+    shape, tensors = model.plan.shape, load_file(bundle / CLIENT_DIR / "client.safetensors")
+    weights = [model.matrix(1, number).weights.numpy() for number in range(4)]
+    assert store.manifest.fingerprint == model.fingerprint
+    _, _, grows = _layer(shape, tensors, "model.layers.1.", weights)
+    name = "model.layers.1.mlp.down_proj.scale"
+    scaled = tensors | {name: tensors[name] * np.float32(1.01 * nb.MOST_GROWTH / grows)}
+    assert _layer(shape, scaled, "model.layers.1.", weights)[2] > nb.MOST_GROWTH > grows
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 2.0**15, 1e300])
 def test_what_cannot_be_a_row_is_refused(value: float) -> None:
     rows = np.zeros((2, 8))
@@ -137,13 +186,18 @@ def test_what_cannot_be_a_row_is_refused(value: float) -> None:
         check_rows(rows)
 
 
-def test_a_row_whose_squares_wrap_is_refused_at_the_door(model: TwoPartyModel, bundle: Path) -> None:
-    """A pass would take the rest of its sum of squares mod 2^64 for a small one, and give a number like any other."""
-    d = model.plan.shape.d
+def test_a_row_whose_squares_wrap_is_refused_at_the_door() -> None:
+    """A norm would take the rest of its sum of squares mod 2^64 for a small one, and give a number like any other."""
+    d = 64
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (1, d))
-    rows = signs * ((2.0**36 + 2.0**32.9) / d) ** 0.5
-    _, outside, _ = Whole(model, bundle)(rows)
-    assert outside == 0, "the pass itself cannot tell it"
+    rows = signs * ((2.0**38 + 2.0**32.9) / d) ** 0.5
+    square, root = TruncSquare(1, d, nb.SUM), inverse_norm(1, d, 1e-5)
+
+    def norm(party: Party, x: Array) -> Array:
+        return root.run(party, square.run(party, x)[1])[1]
+
+    words = np.rint(rows * 2.0 ** (nb.RESIDUAL + nb.SUM)).astype(np.int64)
+    assert Run([square, root], norm, words).result.tolist() == [1], "the norm itself cannot tell it"
     with pytest.raises(RangeError, match="nothing was sent"):
         check_rows(rows)
     wide = np.full((1, 9 * d), abs(rows[0, 0]) / 3)  # no entry of which is large

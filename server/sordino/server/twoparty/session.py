@@ -31,6 +31,7 @@ from sordino.shared.twoparty.dealt import Dealt
 from sordino.shared.twoparty.forward import DOWN, GATE_UP, MATRICES, OUT, QKV, Cache, Model, forward
 from sordino.shared.twoparty.lwe import messages, word_shape
 from sordino.shared.twoparty.numbers import (
+    MOST_GROWTH,
     NORMED,
     RESIDUAL,
     SUM,
@@ -40,6 +41,7 @@ from sordino.shared.twoparty.numbers import (
     Sizes,
     biases,
     bounds,
+    growth,
     integers,
     scales,
 )
@@ -66,6 +68,10 @@ class TwoPartyModel:
     Args:
         opened: rows of a pass whose hidden states a client may open.
 
+    Attributes:
+        unproven: layers that could add so much to a row, for all that is known of their matrices, that the check of its
+            domain would not see it.
+
     Raises:
         UnsupportedModelError: the model is of another kind, or only a part of it is here.
     """
@@ -81,6 +87,7 @@ class TwoPartyModel:
         kernel = choose_kernel(store.device)
         self._matrices: list[list[WordMatrix]] = []
         self._constants: list[list[U64]] = []
+        self.unproven: list[int] = []
         sizes = []
         for layer in range(shape.layers):
             prefix = f"{shape.kind.prefix}{layer}."
@@ -89,9 +96,11 @@ class TwoPartyModel:
             except KeyError as error:
                 raise UnsupportedModelError(f"profile two-party needs {error} as a matrix of its own") from None
             self._matrices.append([WordMatrix(one, kernel) for one in weights])
-            limits, constants = _layer(shape, tensors, prefix, [one.cpu().numpy() for one in weights])
+            limits, constants, grows = _layer(shape, tensors, prefix, [one.cpu().numpy() for one in weights])
             sizes.append(Sizes.of(prefix, limits))
             self._constants.append(constants)
+            if grows > MOST_GROWTH:
+                self.unproven.append(layer)
         self.fingerprint = store.manifest.fingerprint
         self.plan = Plan(shape, tuple(sizes))
         self.public = Model.of(self.plan, tensors)
@@ -118,8 +127,9 @@ def _check_rows(wanted: deal_pb.Pass) -> None:
 
 def _layer(
     shape: Shape, tensors: dict[str, NDArray[np.float32]], prefix: str, weights: list[NDArray[np.int8]]
-) -> tuple[Bounds, list[U64]]:
-    """Bounds, and what biases add after each matrix: of the norm before it, times the matrix, and its own."""
+) -> tuple[Bounds, list[U64], float]:
+    """Bounds; what biases add after each matrix: of the norm before it, times the matrix, and its own; and by how much
+    a row of the residual can grow."""
     kind, root = shape.kind, math.sqrt(shape.d)
     norms = [tensors[f"{prefix}{name}.weight"].astype(np.float64) for name in kind.norms]
     shifts = [tensors.get(f"{prefix}{name}.bias", np.zeros(shape.d)).astype(np.float64) for name in kind.norms]
@@ -134,7 +144,17 @@ def _layer(
         integers(_taken_off(own[DOWN], centred=kind.centred) * 2.0 ** (RESIDUAL + SUM)),
     ]
     heads = [tensors[f"{prefix}{name}.weight"].astype(np.float64) for name in kind.head_norms]
-    return bounds(shape, qkv, norms[0], gate_up, norms[1], added, heads), constants
+    values = -shape.groups * shape.head
+    grows = growth(
+        shape,
+        qkv[values:] * norms[0],
+        weights[OUT] * by[OUT][:, None],
+        gate_up * norms[1],
+        weights[DOWN] * by[DOWN][:, None],
+        (added[0][values:], added[1]),
+        (own[OUT], own[DOWN]),
+    )
+    return bounds(shape, qkv, norms[0], gate_up, norms[1], added, heads), constants, max(grows)
 
 
 def _taken_off(bias: F64, *, centred: bool) -> F64:

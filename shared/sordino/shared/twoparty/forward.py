@@ -146,7 +146,7 @@ def inverse_norm(rows: int, size: int, eps: float) -> Curve:
     """1 / sqrt of sums of squares, to which d * eps has been added, with as many fraction bits as there is room for."""
     least = math.floor(math.log2(size * eps)) + 2 * nb.RESIDUAL
     bits = math.floor(61.8 + least / 2) - nb.RESIDUAL
-    return Curve(rows, Domain("rsqrt", least, 61, 2 * nb.RESIDUAL, bits))
+    return Curve(rows, Domain("rsqrt", least, nb.LARGEST + 2 * nb.RESIDUAL, 2 * nb.RESIDUAL, bits))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,19 +22,20 @@ F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]
 U64 = NDArray[np.uint64]
 
-RESIDUAL: Final = 14  # fraction bits
+RESIDUAL: Final = 13  # fraction bits
+LARGEST: Final = 33  # log2 of a row's sum of squares; beyond it is an error
 SUM: Final = 28  # more bits that the residual has until it is opened
 NORM: Final = 12  # of norm weights
 INPUT: Final = 16  # of the inputs of o_proj and down_proj
 ROOT: Final = 26  # of 1 / norm of the residual, once it is cut
-CUT_OUT: Final = 18  # of the outputs of a matrix before they are multiplied by it
+CUT_OUT: Final = 17  # of the outputs of a matrix before they are multiplied by it
 # Fraction bits of such products, before the scale of their channel and the root of d.
 NORMED: Final = RESIDUAL + NORM - CUT_OUT + ROOT
 TURNED: Final = 18  # of the integers of rotary table and scales
 CUT_TURNED: Final = 40
 # Of heads with norms of their own: bits cut off of them, and of them times the weights of the norm.
 CUT_HEAD: Final = NORMED + TURNED - RESIDUAL
-CUT_HEAD_OUT: Final = 12
+CUT_HEAD_OUT: Final = 11
 HEAD: Final = RESIDUAL + NORM - CUT_HEAD_OUT + ROOT
 QUERY: Final = NORMED + TURNED - CUT_TURNED
 SCORE: Final = 2 * QUERY
@@ -223,6 +224,40 @@ def bounds(
         score=float(scores.max()),
         head=float(largest),
     )
+
+
+# What a row may grow by in one step, so that its sum of squares does not come back into the domain mod 2^64: a cell may
+# straddle the domain's end by a sixteenth (docs/two-party.md, 6.1).
+MOST_GROWTH: Final = 2.0 ** (32 - RESIDUAL) - 2.0 ** (LARGEST / 2) * math.sqrt(17 / 16)
+
+
+def growth(
+    shape: Shape, values: F64, out: F64, gate_up: F64, down: F64, added: tuple[F64, F64], own: tuple[F64, F64]
+) -> tuple[float, float]:
+    """The largest norm of what attention, and the MLP, can add to a row of the residual.
+
+    Args:
+        values, out, gate_up, down: real matrices ``[out, in]`` with scales, the first and the third with the weights of
+            the norms before them. added: what biases add to ``values`` and ``gate_up``. own: and to the other two.
+    """
+    root = math.sqrt(shape.d) * _SLACK
+    heads = root * _spectral(values.reshape(shape.groups, shape.head, -1))
+    heads += np.linalg.norm(added[0].reshape(shape.groups, shape.head), axis=1)
+    attended = math.sqrt(float(np.square(heads).sum()) * (shape.heads // shape.groups))
+    by_attention = attended * float(_spectral(out[None])[0]) + float(np.linalg.norm(own[0]))
+    gate, up = gate_up[: shape.inner], gate_up[shape.inner :]
+    biases = added[1][: shape.inner], added[1][shape.inner :]
+    if not shape.kind.gated:  # |GELU(g)| <= |g|
+        inner = root * float(_spectral(gate[None])[0]) + float(np.linalg.norm(biases[0]))
+        return by_attention, inner * float(_spectral(down[None])[0]) + float(np.linalg.norm(own[1]))
+    # |SiLU(g) u| <= |g u| <= (a g^2 + u^2 / a) / 2, each times its column's norm: a quadratic form in the normed row.
+    columns, norms = np.linalg.norm(down, axis=0), (np.linalg.norm(gate, axis=1), np.linalg.norm(up, axis=1))
+    a = (norms[1] + 1e-9) / (norms[0] + 1e-9)
+    form = (gate.T * (columns * a)) @ gate + (up.T * (columns / a)) @ up
+    mlp = root * root / 2 * float(np.linalg.eigvalsh(form)[-1])
+    mlp += float(columns @ (root * (norms[0] * np.abs(biases[1]) + norms[1] * np.abs(biases[0]))))
+    mlp += float(columns @ np.abs(biases[0] * biases[1]))
+    return by_attention, mlp + float(np.linalg.norm(own[1]))
 
 
 def _spectral(matrices: F64) -> F64:
