@@ -32,7 +32,7 @@ from sordino.server.twoparty.session import TwoPartyModel
 from sordino.shared.errors import SordinoError, UnsupportedModelError
 from sordino.shared.manifest import CLIENT_DIR
 from sordino.shared.twoparty import numbers as nb
-from sordino.shared.twoparty.forward import HIDDEN, MATRICES, Cache, Model, Sight, forward
+from sordino.shared.twoparty.forward import MATRICES, Cache, Model, Sight, forward
 from sordino.shared.twoparty.numbers import rotary
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.tape import CLIENT, Given, Tape, append_masks
@@ -103,7 +103,7 @@ class Whole:
 
         with ThreadPoolExecutor(2) as pool:
             first, second = (job.result(120) for job in [pool.submit(run, i) for i in (0, 1)])
-        hidden = (first[0] + second[0]).view(np.int64) * 2.0**-HIDDEN * shape.d**0.5
+        hidden = (first[0] + second[0]).view(np.int64) * 2.0**-nb.HIDDEN * shape.d**0.5
         inputs = {
             place: (share + self._shares[1][place]).view(np.int64)
             * 2.0 ** -(nb.RESIDUAL + nb.NORM if place[1] % 2 == 0 else 16)

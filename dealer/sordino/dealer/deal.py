@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import singledispatch
 from typing import Any, Final
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from sordino.dealer import points
 from sordino.dealer.press import Press
+from sordino.shared.twoparty.numbers import GRAIN, NOISE
 from sordino.shared.twoparty.steps import Trunc, TruncMul, TruncSquare, WithCache
 from sordino.shared.twoparty.tables import (
     EXP_SHARE,
@@ -23,6 +25,7 @@ from sordino.shared.twoparty.tables import (
     low,
     ring,
 )
+from sordino.shared.twoparty.tokens import Larger, Noise
 
 U64 = NDArray[np.uint64]
 
@@ -98,6 +101,26 @@ def _(step: Gated, press: Press) -> None:
         press.give(value * times)
     for value in (base, sigma * nu[1], sigma * nu[2], sigma * nu[2] * coarse):
         press.give(value * times)
+
+
+@deal.register
+def _(step: Noise, press: Press) -> None:
+    """-log(-log u) has Gumbel's distribution (Gumbel, Statistical Theory of Extreme Values, 1954). Of 1 - u, whose
+    numbers are finest where noise is large; it is neither 0 nor 1, and exact."""
+    places = np.frombuffer(os.urandom(8 * step.n), np.uint64) >> np.uint64(64 - GRAIN)
+    u = (2.0 * places.astype(np.float64) + 1) * 2.0 ** -(GRAIN + 1)
+    press.give(np.rint(-np.log(-np.log1p(-u)) * 2.0**NOISE).astype(np.int64).view(np.uint64))
+
+
+@deal.register
+def _(step: Larger, press: Press) -> None:
+    r, below = press.words(step.n), step.bits - 1
+    alpha = index(r, step.k, step.bits)
+    rest = alpha & np.uint64((1 << below) - 1)
+    press.points(points.bit_points(rest, below, *press.roots(step.n))[0])
+    flip = press.small(np.uint8, step.n) & np.uint8(1)
+    s = flip ^ (alpha >> np.uint64(below))
+    press.give(s, s * r)
 
 
 def deal_with_cache(step: WithCache, press: Press, b: U64) -> None:

@@ -29,7 +29,7 @@ class PassMaker:
 
     Args:
         counters: of all rows that the cache has after the pass, of which the last ``rows`` are new.
-        known: masks of rows that need not be made again.
+        known: masks of rows that need not be made again. tokens: that are chosen, of as many rows.
 
     Attributes:
         masks: of all rows, once the first layer is made; empty again after the last.
@@ -43,16 +43,18 @@ class PassMaker:
         rows: int,
         counters: Sequence[int],
         known: Mapping[int, U64],
+        tokens: int = 0,
     ) -> None:
         self.masks = dict(known)
         self._keys, self._plan, self._rows, self._counters = keys, plan, rows, counters
+        self._tokens = tokens
         self._press = Press(keys, number)
         self._layer = 0
 
     @property
     def next_bytes(self) -> int:
         """What the next layer takes."""
-        return layer_bytes(self._plan, self._layer, self._rows, len(self._counters))
+        return layer_bytes(self._plan, self._layer, self._rows, len(self._counters), self._tokens)
 
     def make(self) -> tuple[bytes, bytes]:
         """The next layer's corrections of point functions, and the server's corrections."""
@@ -62,7 +64,7 @@ class PassMaker:
                 counter: self.masks[counter] if counter in self.masks else row_masks(self._keys, counter, shape)
                 for counter in self._counters
             }
-        for step in steps_of(self._plan, layer, self._rows, len(self._counters)):
+        for step in steps_of(self._plan, layer, self._rows, len(self._counters), self._tokens):
             if isinstance(step, WithCache):
                 deal_with_cache(step, self._press, self._of(int(step.values), layer))
             else:

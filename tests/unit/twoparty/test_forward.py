@@ -20,7 +20,7 @@ from sordino.server.store import MatrixStore
 from sordino.server.twoparty.session import TwoPartyModel
 from sordino.shared.manifest import CLIENT_DIR
 from sordino.shared.twoparty import numbers as nb
-from sordino.shared.twoparty.forward import HIDDEN, Cache, Sight, forward
+from sordino.shared.twoparty.forward import Cache, Sight, forward
 from sordino.shared.twoparty.numbers import Shape, rotary
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.passes import Counters, ranges
@@ -92,7 +92,7 @@ class Both:
             ]
             first, second = (job.result(timeout=120) for job in jobs)
         assert [source.rest for source in sources] == [0, 0]
-        hidden = (first[0] + second[0]).view(np.int64) * 2.0**-HIDDEN * shape.d**0.5
+        hidden = (first[0] + second[0]).view(np.int64) * 2.0**-nb.HIDDEN * shape.d**0.5
         return hidden, int((first[1] + second[1]).view(np.int64)[0])
 
 

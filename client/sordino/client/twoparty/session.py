@@ -31,7 +31,7 @@ from sordino.shared.errors import (
 from sordino.shared.twoparty import numbers as nb
 from sordino.shared.twoparty.amounts import pass_bytes
 from sordino.shared.twoparty.dealt import Dealt
-from sordino.shared.twoparty.forward import HIDDEN, MATRICES, Cache, Model, Sight, forward
+from sordino.shared.twoparty.forward import MATRICES, Cache, Model, Sight, forward
 from sordino.shared.twoparty.lwe import word_shape
 from sordino.shared.twoparty.numbers import Plan
 from sordino.shared.twoparty.party import Count, Party
@@ -270,7 +270,7 @@ class PartySession:
         theirs = party.receive(1 + hidden.size)
         self._add(party.count, time.perf_counter() - start)
         words = hidden + theirs[1:].reshape(hidden.shape)
-        return words.view(np.int64) * (2.0**-HIDDEN * shape.d**0.5) + self._last_bias, int((outside + theirs[:1])[0])
+        return words.view(np.int64) * (2.0**-nb.HIDDEN * shape.d**0.5) + self._last_bias, int((outside + theirs[:1])[0])
 
     def _begin(self, rows: int, kept: Sequence[int]) -> tuple[deal_pb.Pass, PassSource]:
         """A pass, and its material: that which was asked for ahead, if it is of such a pass."""

@@ -19,6 +19,7 @@ from sordino.shared.twoparty.numbers import Layer, Plan, Shape, Sizes, integers,
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.steps import Trunc, TruncMul, TruncSquare, WithCache
 from sordino.shared.twoparty.tables import Curve, Exp, Gated, Highest, exp_tables, gate_table
+from sordino.shared.twoparty.tokens import Head
 
 U64 = NDArray[np.uint64]
 Bool = NDArray[np.bool_]
@@ -42,11 +43,12 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What both parties know of a model."""
+    """What both parties know of a model. ``head``: if they choose tokens."""
 
     plan: Plan
     layers: tuple[Layer, ...]
     last_norm: U64
+    head: Head | None
 
     def digest(self) -> bytes:
         """SHA-256 of all public numbers, tables among them: shares of parties whose numbers differ add up to noise."""
@@ -61,6 +63,8 @@ class Model:
         out.update(self.last_norm.tobytes())
         for table in (*rotary(self.plan.shape, np.arange(nb.LONGEST)), *exp_tables()):
             out.update(table.tobytes())
+        if self.head is not None:
+            out.update(self.head.digest())
         return out.digest()
 
     @classmethod
@@ -75,7 +79,8 @@ class Model:
             norm = tensors[f"{plan.shape.kind.last}.weight"]
         except KeyError as error:
             raise UnsupportedModelError(f"profile two-party needs tensor {error} in the client bundle") from None
-        return cls(plan, tuple(layers), integers(norm.astype(np.float64) * 2**nb.NORM))
+        head = Head.of(plan.shape, tensors) if plan.choice is not None else None
+        return cls(plan, tuple(layers), integers(norm.astype(np.float64) * 2**nb.NORM), head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +166,10 @@ class LastSteps:
     def of(cls, shape: Shape, rows: int) -> LastSteps:
         root = inverse_norm(rows, shape.d, shape.eps)
         cut = root.domain.result_fraction - nb.ROOT
-        return cls(TruncSquare(rows, shape.d, nb.SUM), root, TruncMul(rows, shape.d, 10, cut))
+        return cls(TruncSquare(rows, shape.d, nb.SUM), root, TruncMul(rows, shape.d, nb.CUT_LAST, cut))
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self.square, self.root, self.normed])
-
-
-# Fraction bits of the hidden states that come out, which are to be multiplied by the root of d.
-HIDDEN: Final = nb.RESIDUAL + nb.NORM - 10 + nb.ROOT
 
 
 @dataclass(slots=True)

@@ -49,6 +49,18 @@ LONGEST: Final = 2048  # positions of a cache, for which sums of values must fit
 GATE_CELL: Final = 48  # log2 of a gate's cell
 UP: Final = 14
 CUT_GATED: Final = GATED + UP - INPUT
+CUT_LAST: Final = 10
+# Of the hidden states that come out, which are to be multiplied by the root of d.
+HIDDEN: Final = RESIDUAL + NORM - CUT_LAST + ROOT
+# Where tokens are chosen on shares: fraction bits of hidden states, the head, logits, temperature and noise.
+STATE: Final = 16
+HEAD: Final = 14
+LOGIT: Final = STATE + HEAD
+TEMPERATURE: Final = 12
+NOISE: Final = LOGIT - TEMPERATURE
+HOTTEST: Final = 4.0  # temperature
+GRAIN: Final = 52  # bits of the uniform number that noise is made of
+RESOLUTION: Final = 10  # log2 of cells in a nat, within which either of two logits may win
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +204,7 @@ class Bounds:
     head: float
 
 
-_SLACK: Final = 1 + 2**-9  # rsqrt's error, and roundings
+SLACK: Final = 1 + 2**-9  # rsqrt's error, and roundings
 
 
 def bounds(
@@ -200,7 +212,7 @@ def bounds(
 ) -> Bounds:
     """By the real matrices ``[out, in]``, scales included, and the biases that are ``added`` to their outputs. The
     input of a matrix has norm <= sqrt(d) before the norm's weights, which go with the matrix."""
-    root = math.sqrt(shape.d) * _SLACK
+    root = math.sqrt(shape.d) * SLACK
     after = qkv * norm1
     q_rows, k_rows = shape.heads * shape.head, shape.groups * shape.head
     q = after[:q_rows].reshape(shape.heads, shape.head, -1)
@@ -211,7 +223,7 @@ def bounds(
     largest = max(norms_q.max(), norms_k.max())
     if head_norms:
         norms_q, norms_k = (
-            np.full_like(one, np.abs(w).max() * math.sqrt(shape.head) * _SLACK)
+            np.full_like(one, np.abs(w).max() * math.sqrt(shape.head) * SLACK)
             for one, w in zip((norms_q, norms_k), head_norms, strict=True)
         )
     scores = norms_q * np.repeat(norms_k, shape.heads // shape.groups) / math.sqrt(shape.head)
@@ -240,7 +252,7 @@ def growth(
         values, out, gate_up, down: real matrices ``[out, in]`` with scales, the first and the third with the weights of
             the norms before them. added: what biases add to ``values`` and ``gate_up``. own: and to the other two.
     """
-    root = math.sqrt(shape.d) * _SLACK
+    root = math.sqrt(shape.d) * SLACK
     heads = root * _spectral(values.reshape(shape.groups, shape.head, -1))
     heads += np.linalg.norm(added[0].reshape(shape.groups, shape.head), axis=1)
     attended = math.sqrt(float(np.square(heads).sum()) * (shape.heads // shape.groups))
@@ -310,11 +322,102 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """What a tournament of tokens must hold (docs/two-party.md, §6.7).
+
+    Attributes:
+        tokens: of the vocabulary. bits: of a cell's number: two logits with their noise differ by less than
+            2^(bits - 1) - 1 cells.
+    """
+
+    tokens: int
+    bits: int
+
+    @property
+    def number_bits(self) -> int:
+        """Of a token's number, which are the lowest of a key."""
+        return (self.tokens - 1).bit_length()
+
+    @property
+    def cell(self) -> int:
+        """log2 of a cell, of a key's integers."""
+        return self.number_bits + LOGIT - RESOLUTION
+
+    @property
+    def pairs(self) -> list[int]:
+        """How many meet in each round; one that is left over goes on."""
+        out, left = [], self.tokens
+        while left > 1:
+            out.append(left // 2)
+            left -= left // 2
+        return out
+
+    @classmethod
+    def of(cls, shape: Shape, tensors: Mapping[str, F32]) -> Choice:
+        """From the client bundle's tensors, by Cauchy and Schwarz.
+
+        Raises:
+            UnsupportedModelError: they have no head. RangeError: its logits would not fit.
+        """
+        head, last, root = head_of(tensors), shape.kind.last, math.sqrt(shape.d)
+        norm = np.abs(tensors[f"{last}.weight"]) + np.float32(2.0 ** -(NORM + 1))
+        added = head @ tensors.get(f"{last}.bias", np.zeros(shape.d, np.float32))
+        # And roundings: of hidden states, less than a unit each, and of the head, half of one.
+        largest = root * SLACK * (np.sqrt(np.square(head) @ np.square(norm)) + norm.max() * 2.0 ** -(HEAD + 1))
+        largest += root * np.abs(head).sum(axis=1) * 2.0**-STATE
+        span = float((added + largest).max() - (added - largest).min())
+        noise = math.log((GRAIN + 1) * math.log(2)) + (GRAIN + 1) * math.log(2)  # its largest less its smallest
+        cells = (span + HOTTEST * noise) * 2.0**RESOLUTION + 4
+        choice = cls(len(head), max(_CHOICE_BITS, math.ceil(math.log2(cells)) + 1))
+        try:
+            choice.check()
+            fits = np.abs(head).max() * root * 2.0**HEAD < 2.0**31 - 1
+        except ValueError:
+            fits = False
+        if not fits:
+            raise RangeError("tokens cannot be chosen on shares of this model: its logits, or its head, do not fit")
+        return choice
+
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: a number is of another type, or out of its range.
+        """
+        _check_whole(self.tokens, 1, 1 << 20)
+        _check_whole(self.bits, _CHOICE_BITS, 63 - self.cell)
+
+
+_CHOICE_BITS: Final = 8  # at least: one more than a block of leaves has
+
+
+def head_of(tensors: Mapping[str, F32]) -> F32:
+    """``[V, d]``
+
+    Raises:
+        UnsupportedModelError: the client bundle has none.
+    """
+    for name in ("lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weight"):
+        if name in tensors:
+            return tensors[name]
+    raise UnsupportedModelError("tokens cannot be chosen on shares: the client bundle has no head")
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """What the dealer must know of a model, and both parties agree on: sizes, and no weights."""
+    """What the dealer must know of a model, and both parties agree on: sizes, and no weights.
+
+    Attributes:
+        choice: where tokens are opened, and hidden states are not.
+    """
 
     shape: Shape
     sizes: tuple[Sizes, ...]
+    choice: Choice | None = None
+
+    def parts(self, tokens: int) -> int:
+        """In how many parts the dealer makes a pass of which so many rows choose a token."""
+        rounds = len(self.choice.pairs) if self.choice is not None else 0
+        return self.shape.layers + 1 + (1 + rounds if tokens else 0)
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
@@ -328,7 +431,8 @@ class Plan:
         """
         try:
             body = json.loads(raw)
-            plan = cls(Shape(**body["shape"]), tuple(Sizes(**one) for one in body["sizes"]))
+            choice = Choice(**body["choice"]) if body.get("choice") is not None else None
+            plan = cls(Shape(**body["shape"]), tuple(Sizes(**one) for one in body["sizes"]), choice)
             plan.check()
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ProtocolError(f"the plan of a model is malformed ({type(error).__name__})") from error
@@ -356,6 +460,8 @@ class Plan:
             _check_whole(one.cut_up, 1, 60)
             if not 0 < float(one.gate_cell) < 1e6:
                 raise ValueError("gate_cell")
+        if self.choice is not None:
+            self.choice.check()
 
 
 def _check_whole(value: object, least: int, most: int) -> None:

@@ -70,6 +70,14 @@ class Party:
         out: NDArray[np.generic] = share + np.frombuffer(data, share.dtype).reshape(share.shape)
         return out
 
+    def open_bits(self, share: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The same of bits ``[n]``, whose shares are 0 or 1 each and added modulo 2; eight go in a byte."""
+        mine = np.packbits(share)
+        self._write(mine.tobytes())
+        data = self._read(mine.nbytes)
+        self.count.rounds += 1
+        return np.unpackbits(mine ^ np.frombuffer(data, np.uint8), count=len(share))
+
     def send(self, words: U64) -> None:
         """One way."""
         self._write(words.astype("<u8", copy=False).tobytes())

@@ -292,6 +292,80 @@ def _signed(sums: U64, party: int) -> U64:
     return np.negative(sums) if party else sums
 
 
+# -- comparisons -----------------------------------------------------------------------------------------------------
+
+
+@compiled
+def _step_down(nodes: U64, hashes: U64, left: U64, right: U8, level: int, place: U64, shift: int, out: U8) -> None:
+    """``nodes [n, 2]``, with their ``hashes [2, n, 2]``, become their children towards ``place [n]``; to ``out`` go the
+    bits of right children that are passed by."""
+    one, zero = np.uint64(1), np.uint64(0)
+    for w in range(len(place)):
+        on = zero - (nodes[w, 0] & one)
+        side = np.int64((place[w] >> np.uint64(shift)) & one)
+        bit = right[w, level]
+        if side == 0:
+            out[w] ^= np.uint8((hashes[1, w, 0] ^ (np.uint64(bit) & on)) & one)
+            c = left[w, level, 0]
+        else:
+            c = (left[w, level, 0] & ~one) | np.uint64(bit)
+        nodes[w, 0] = hashes[side, w, 0] ^ (c & on)
+        nodes[w, 1] = hashes[side, w, 1] ^ (left[w, level, 1] & on)
+
+
+@compiled
+def _parities_above(nodes: U64, leaves: U64, correction: U64, place: U64, out: U8) -> None:
+    """To ``out [n]`` the parity of what a block of 128 one-bit leaves, once corrected, has above ``place``."""
+    one, zero, end = np.uint64(1), np.uint64(0), np.uint64(63)
+    for w in range(len(place)):
+        on = zero - (nodes[w, 0] & one)
+        low, high = leaves[w, 0] ^ (correction[w, 0] & on), leaves[w, 1] ^ (correction[w, 1] & on)
+        at = place[w] & end
+        if (place[w] >> np.uint64(6)) & one:
+            low, high = zero, (high >> at) >> one
+        else:
+            low = (low >> at) >> one
+        word = low ^ high
+        for shift in (32, 16, 8, 4, 2, 1):
+            word ^= word >> np.uint64(shift)
+        out[w] ^= np.uint8(word & one)
+
+
+@in_loops
+def _above(left: U64, right: U8, leaf: U64, nodes: U64, place: U64, bits: int, hashes: U64, out: U8) -> None:
+    """Down from root ``nodes [n, 2]``, which are changed, towards ``place [n]``; ``hashes [2, n, 2]`` is room."""
+    n, depth = right.shape
+    for level in range(depth):
+        hash_into(nodes, n, CHILDREN, 2, hashes)
+        _step_down(nodes, hashes, left, right, level, place, bits - level - 1, out)
+    hash_into(nodes, n, LEAVES, 1, hashes)
+    _parities_above(nodes, hashes[0], leaf, place, out)
+
+
+def above(corrections: U8, roots: U64, party: int, bits: int, place: U64) -> U8:
+    """Shares ``[n]`` in Z_2, whose exclusive or is [alpha > place]: of corrections for :func:`bit_sums`.
+
+    The control bits of both parties differ on the path to alpha alone, so they are shares of [alpha begins with this
+    prefix]. Prefixes of all that is above a place are the right children that the path to it passes by on their left:
+    the parity of a stretch of leaves (Storrier, Vadapalli, Lyons and Henry, "Grotto", CCS 2023, ePrint 2023/108).
+
+    Args:
+        bits: 7 to 64. place: ``[n]``, public, below 2^bits.
+
+    Raises:
+        RangeError, ProtocolError: an argument of another size.
+    """
+    _check_first(place, len(roots), bits)
+    n, depth = len(roots), bits - BIT_LEAVES
+    left, right, leaf = unpack(corrections, n, depth)
+    nodes, out = root_nodes(roots, party), np.zeros(n, np.uint8)
+    hashes = np.empty((2, min(n, _CHUNK), 2), np.uint64)
+    for start in range(0, n, _CHUNK):
+        part = slice(start, min(start + _CHUNK, n))
+        _above(left[part], right[part], leaf[part], nodes[part], place[part], bits, hashes, out[part])
+    return out
+
+
 # -- words -----------------------------------------------------------------------------------------------------------
 
 
