@@ -296,6 +296,8 @@ class Generation:
             raise RangeError("speculation and beams are for one prompt at a time")
         if options.speculate in ("draft", "mixed") and self.draft_model is None:
             raise RangeError(f"speculate={options.speculate!r} needs a draft model")
+        if (options.logprobs, options.seed) != (None, None) and getattr(self.link.session, "opens_tokens", False):
+            raise RangeError("this provider opens the next token alone, drawn by no seed: leave out logprobs and seed")
         if options.guide is not None:
             self._guide = compile_guide(options.guide, self.link, self._end_ids())
         lengths = self.inputs["attention_mask"].sum(dim=1).tolist()

@@ -23,7 +23,7 @@ from sordino.proto.v1 import dealer_pb2 as pb
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, SessionLostError, SordinoError
 from sordino.shared.prg import random_key
 from sordino.shared.twoparty.numbers import Plan
-from sordino.shared.twoparty.passes import Counters, counters_of
+from sordino.shared.twoparty.passes import Counters, check_tokens, counters_of
 from sordino.shared.twoparty.tape import CLIENT, SERVER
 
 U64 = NDArray[np.uint64]
@@ -176,8 +176,9 @@ class Session:
         """The pass, for a party that has not asked for it before. Material of earlier ones is not kept for it.
 
         Raises:
-            ProtocolError: the number, or a row's counter, was used before; rows that the cache does not have; or the
-                other party asked for another pass under this number, which ends the session.
+            ProtocolError: the number, or a row's counter, was used before; rows that the cache does not have; tokens
+                that the plan has not; or the other party asked for another pass under this number, which ends the
+                session.
         """
         self.check()
         if wanted.number <= self._asked[party]:
@@ -212,19 +213,20 @@ class Session:
             raise ProtocolError(
                 "a pass keeps rows that the cache does not begin with: they were dropped, or never in it"
             )
+        check_tokens(wanted, self.plan)
         every = self._numbers.check(wanted)
         self.passes += 1
         self.rows += wanted.rows
         self._rows = every
         self.masks = {counter: self.masks[counter] for counter in kept if counter in self.masks}
-        maker = PassMaker(self.keys, self.plan, wanted.number, wanted.rows, every, self.masks)
-        dealing = self.dealings[wanted.number] = Dealing(wanted, maker, self.plan.shape.layers + 1)
+        maker = PassMaker(self.keys, self.plan, wanted.number, wanted.rows, every, self.masks, wanted.tokens)
+        dealing = self.dealings[wanted.number] = Dealing(wanted, maker, self.plan.parts(wanted.tokens))
         return dealing
 
 
 def _differences(first: pb.Pass, second: pb.Pass) -> str:
     """In which fields two passes differ."""
-    names = ("rows", "first_counter", "kept")
+    names = ("rows", "first_counter", "kept", "tokens")
     return ", ".join(name for name in names if getattr(first, name) != getattr(second, name))
 
 

@@ -71,7 +71,8 @@ class ServerConfig:
         layers: the first and the last layer whose groups this server holds, a stage of a pipeline; None for all.
         parallel: this process is a rank that torchrun started (:mod:`sordino.server.parallel`).
         metrics_host, metrics_port: where metrics and probes are answered over HTTP; None for nowhere.
-        dealer: of profile two-party; None offers that profile to nobody.
+        dealer: of profile two-party; None offers that profile to nobody. opens_tokens: it opens the next token alone,
+            and not the hidden states that logits come of.
 
     Raises:
         SordinoError: what no server could run with, said before anything is loaded or written.
@@ -91,6 +92,7 @@ class ServerConfig:
     metrics_port: int | None = None
     limits: Limits = field(default_factory=Limits)
     dealer: DealerAddress | None = None
+    opens_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.host not in _LOOPBACK and (self.tls is None or self.tokens is None):
@@ -129,7 +131,7 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
         two_party = None
         if config.dealer is not None:
             dealer = stack.enter_context(Dealer(config.dealer.target, config.dealer.ca, config.dealer.token))
-            model = TwoPartyModel(store, config.limits.max_opened_rows)
+            model = TwoPartyModel(store, config.limits.max_opened_rows, tokens=config.opens_tokens)
             if model.unproven:
                 log.warning(
                     "profile two-party: nothing proves that what layers %s add to a row cannot carry it past the check "

@@ -37,6 +37,11 @@ class Rounding(StrEnum):
     nearest = "nearest"
 
 
+class Opens(StrEnum):
+    hidden = "hidden"
+    chosen = "token"
+
+
 class KvPolicy(StrEnum):
     evict = "evict"
     spill = "spill"
@@ -154,6 +159,13 @@ def serve(
     dealer_token_file: Annotated[
         Path | None, typer.Option(help="This server's token there.", show_default=False)
     ] = None,
+    opens: Annotated[
+        Opens,
+        typer.Option(
+            help="What profile two-party opens of a row: its hidden state, which gives the logits, or its next token "
+            "alone, drawn on shares."
+        ),
+    ] = Opens.hidden,
     opened_rows: Annotated[
         int,
         typer.Option(
@@ -275,6 +287,7 @@ def serve(
             max_spill_bytes=kv_spill_mib << 20,
         ),
         dealer=_dealer(dealer, dealer_ca, dealer_token_file),
+        opens_tokens=opens is Opens.chosen,
     )
     if ranked and os.environ[RANK] != "0":
         work(config)

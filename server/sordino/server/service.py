@@ -86,7 +86,7 @@ class Limits:
     batching: bool = True
     max_two_party: int = 16
     max_two_party_per_identity: int = 4
-    # Of a pass: whose hidden states a client may open.
+    # Of a pass: of which a client may open something.
     max_opened_rows: int = OPENED_ROWS
     max_attention: int = 64
     max_attention_per_identity: int = 16

@@ -14,12 +14,15 @@ from scipy.stats import chisquare, kstest
 
 from sordino.dealer import deal as dealing
 from sordino.dealer.points import bit_points
-from sordino.shared.errors import RangeError, UnsupportedModelError
+from sordino.dealer.sessions import Session
+from sordino.proto.v1 import dealer_pb2 as pb
+from sordino.shared.errors import ProtocolError, RangeError, UnsupportedModelError
 from sordino.shared.twoparty import aes, points
 from sordino.shared.twoparty import numbers as nb
-from sordino.shared.twoparty.amounts import size
-from sordino.shared.twoparty.numbers import Choice, Shape
+from sordino.shared.twoparty.amounts import layer_bytes, size
+from sordino.shared.twoparty.numbers import Choice, Plan, Shape, Sizes
 from sordino.shared.twoparty.party import Party
+from sordino.shared.twoparty.tape import CLIENT, SERVER
 from sordino.shared.twoparty.tokens import Head, Larger, Noise, choose, steps_of_choice
 
 U64 = NDArray[np.uint64]
@@ -276,3 +279,27 @@ def test_a_model_that_does_not_fit_is_refused(tensors: dict[str, Any], error: ty
 def test_impossible_choices_are_refused(change: Callable[[], Choice]) -> None:
     with pytest.raises(ValueError, match="whole number"):
         change().check()
+
+
+@pytest.mark.parametrize(("choice", "most"), [(None, 0), (Choice(300, 18), 4)])
+def test_the_dealer_deals_tokens_that_the_plan_has(choice: Choice | None, most: int) -> None:
+    """Of as many rows as a pass has; in parts of which each is as large as its steps say."""
+    plan = Plan(shape(D), (Sizes(value=14, score_bits=8, gate_cell=0.1, cut_up=30),), choice)
+    assert Plan.from_json(plan.to_json()) == plan
+    session = Session("client", "c", "f", plan, lambda *_: None)
+    for tokens in range(most, -1, -1):
+        number = most - tokens
+        dealing = session.ask(CLIENT, pb.Pass(number=number, rows=4, first_counter=4 * number, tokens=tokens))
+        assert dealing.layers == plan.parts(tokens)
+        for layer in range(dealing.layers):
+            assert sum(map(len, dealing.maker.make())) == layer_bytes(plan, layer, 4, 4, tokens)
+    with pytest.raises(ProtocolError, match="the plan opens no such thing"):
+        session.ask(CLIENT, pb.Pass(number=9, rows=4, first_counter=99, tokens=most + 1))
+
+
+def test_parties_that_ask_for_different_tokens_end_their_session() -> None:
+    plan = Plan(shape(D), (Sizes(value=14, score_bits=8, gate_cell=0.1, cut_up=30),), Choice(300, 18))
+    session = Session("client", "c", "f", plan, lambda *_: None)
+    session.ask(CLIENT, pb.Pass(number=0, rows=2, first_counter=0, tokens=1))
+    with pytest.raises(ProtocolError, match="different passes under number 0: tokens"):
+        session.ask(SERVER, pb.Pass(number=0, rows=2, first_counter=0, tokens=2))

@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from sordino.client.kvcache import CACHE_NAMES
-from sordino.client.twoparty.session import PartySession
+from sordino.client.twoparty.session import NO_TOKEN, PartySession
 from sordino.shared.errors import LimitError, ProtocolError, RangeError, UnsupportedModelError
 from sordino.shared.twoparty.forward import Sight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
 _CACHE: Final = next(
     name for name in CACHE_NAMES if name in {one.name for one in fields(BaseModelOutputWithPastAndCrossAttentions)}
@@ -30,12 +30,13 @@ I64 = NDArray[np.int64]
 Bool = NDArray[np.bool_]
 
 _PADDING: Final = -1  # in the place of the counter of a row that was not sent
+_TOP_K: Final = 50  # of transformers, where nobody asks for another: passed over
 _PLACES: Final = "wpe"
 _EMBEDDINGS: Final = ("embed_tokens", "wte", _PLACES)  # of tokens, by families, and of positions
 
 
 class PartyLayers(nn.Module):
-    """Takes the place of a model's layers: embedded rows in, hidden states after the last norm out.
+    """Takes the place of a model's layers: embedded rows in, hidden states after the last norm out, or tokens.
 
     A transformers cache holds, in its first layer, the counters under which its rows lie in the session's cache, and
     nothing else; so ``crop``, the reordering of beams and a cache that is used again mean what they mean elsewhere.
@@ -93,7 +94,7 @@ class PartyLayers(nn.Module):
                 raise LimitError(f"position {int(positions.max())}: this model has {most}")
             inputs_embeds = inputs_embeds + self._embeddings[_PLACES](positions.to(inputs_embeds.device))
         embedded = inputs_embeds.detach().to(device="cpu", dtype=torch.float64).numpy()
-        hidden = np.zeros_like(embedded)
+        hidden = np.full((batch, new, 1), NO_TOKEN) if self._session.opens_tokens else np.zeros_like(embedded)
         counters = np.full((batch, past + new), _PADDING)
         if past:
             counters[:, :past] = cache.layers[0].keys.reshape(batch, past).long().numpy()
@@ -110,13 +111,54 @@ class PartyLayers(nn.Module):
             counters[rows, past + places] = taken
         stored = torch.from_numpy(counters[:, past:]).double().reshape(batch, 1, new, 1)
         cache.update(stored, stored, 0)
-        out = torch.from_numpy(hidden).to(device=inputs_embeds.device, dtype=inputs_embeds.dtype)
+        out = torch.from_numpy(hidden).to(inputs_embeds.device)
+        out = out if self._session.opens_tokens else out.to(inputs_embeds.dtype)
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=out, **{_CACHE: cache})
 
     def want(self, _: nn.Module, __: Any, options: dict[str, Any]) -> None:
         """A hook of the whole model: of which places logits will be made, of a call that comes."""
         kept = options.get("logits_to_keep", 0)
         self._wanted = slice(-kept, None) if isinstance(kept, int) else kept.cpu().numpy()
+
+
+class ChosenHead(nn.Module):
+    """Takes the place of a head where the parties have chosen tokens: of each the logit is 0, and -inf of all others.
+    Where none was chosen all are 0."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    def forward(self, chosen: torch.Tensor) -> torch.Tensor:
+        """``[batch, rows, 1]`` to ``[batch, rows, V]``."""
+        numbers = chosen.long()
+        logits = torch.full((*chosen.shape[:-1], self._tokens), -torch.inf, device=chosen.device)
+        logits.scatter_(-1, numbers.clamp(min=0), 0.0)
+        return logits.masked_fill_(numbers < 0, 0.0)
+
+
+def _draw_on_shares(model: PreTrainedModel, session: PartySession) -> None:
+    """Has ``generate()`` tell the session its temperature, and refuse what needs logits."""
+    prepare: Any = model._get_logits_processor
+
+    def processors(generation_config: GenerationConfig, *arguments: Any, **options: Any) -> LogitsProcessorList:
+        wanted = prepare(generation_config, *arguments, **options)
+        refused = {type(one).__name__ for one in wanted if not isinstance(one, TemperatureLogitsWarper)}
+        if generation_config.top_k == _TOP_K:
+            refused.discard(TopKLogitsWarper.__name__)
+        if generation_config.num_beams > 1:
+            refused.add("beams")
+        if generation_config.num_return_sequences > 1:
+            refused.add("several answers to one prompt")
+        if refused:
+            raise RangeError(
+                f"this provider opens the next token alone, and no logits: there is no {', '.join(sorted(refused))}; a "
+                "temperature there is"
+            )
+        session.temperature = generation_config.temperature if generation_config.do_sample else 0.0
+        return LogitsProcessorList()
+
+    model._get_logits_processor = processors
 
 
 def _beginning(cached: Sequence[int], last: int) -> list[int]:
@@ -156,7 +198,8 @@ def _sight(counters: I64, shown: Bool, kept: list[int], rows: I64, places: I64, 
 
 
 def use_shares(model: PreTrainedModel, session: PartySession) -> None:
-    """Has the model's layers evaluated by the session; embedding, head and generation stay transformers' own.
+    """Has the model's layers evaluated by the session; embedding, head and generation stay transformers' own, but for
+    the head where tokens alone are opened.
 
     Raises:
         UnsupportedModelError: the model keeps its layers elsewhere.
@@ -167,3 +210,6 @@ def use_shares(model: PreTrainedModel, session: PartySession) -> None:
     layers = PartyLayers(inner, session)
     setattr(model, model.base_model_prefix, layers)
     model.register_forward_pre_hook(layers.want, with_kwargs=True)
+    if session.plan.choice is not None:
+        model.set_output_embeddings(ChosenHead(session.plan.choice.tokens))
+        _draw_on_shares(model, session)

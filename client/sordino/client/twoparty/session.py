@@ -38,6 +38,7 @@ from sordino.shared.twoparty.party import Count, Party
 from sordino.shared.twoparty.passes import Counters, counters_of, ranges, tell_sight
 from sordino.shared.twoparty.source import AHEAD_BYTES, Dealer, PassSource
 from sordino.shared.twoparty.tape import CLIENT, Tape
+from sordino.shared.twoparty.tokens import choose
 
 U64 = NDArray[np.uint64]
 F64 = NDArray[np.float64]
@@ -46,6 +47,7 @@ Progress = Callable[[int, int], None]
 
 MOST_ROWS: Final = 32  # of a pass; a longer prompt goes in several
 BLOCK_ROWS: Final = 32  # that are made ahead at a time
+NO_TOKEN: Final = -1.0  # of a row of which none was wanted
 _LARGEST: Final = 2.0**15  # of an embedding's entries
 # Of a row's sum of squares: from here on it wraps, and could come back into its domain.
 _LARGEST_SUM: Final = 2.0 ** (64 - 2 * nb.RESIDUAL)
@@ -85,6 +87,9 @@ class PartySession:
     Threads take turns. What ends in the middle, by an error or by Ctrl-C, ends the session, on both sides: what the two
     have of a cache or of products ahead need not fit together any more.
 
+    Attributes:
+        opens_tokens: the provider opens the next token of a row, and not its hidden state.
+
     Args:
         connection, dealer: from here on the session's, which closes them.
         tensors: of the client bundle.
@@ -114,6 +119,7 @@ class PartySession:
         self._cache = Cache.empty(self.plan.shape)
         self._counters = Counters()
         self._next_pass = self._next_row = self._last_rows = 0
+        self._temperature = 0
         self._ahead: tuple[deal_pb.Pass, PassSource] | None = None
         # Of each matrix: rows r that nothing has been masked with, and c = W r + s of them.
         self._rows: dict[tuple[int, int], deque[tuple[U64, U64]]] = {
@@ -126,6 +132,7 @@ class PartySession:
         self._put(pb.ComputeRequest(open=opening))
         told = self._next("plan").plan
         self.plan, self.opened = Plan.from_json(told.plan), int(told.opened)
+        self.opens_tokens = self.plan.choice is not None
         self._model = Model.of(self.plan, tensors)
         last = tensors.get(f"{self.plan.shape.kind.last}.bias")
         self._last_bias: F64 = np.zeros(1) if last is None else last.astype(np.float64)
@@ -191,14 +198,32 @@ class PartySession:
         """Counters of the rows in the cache, in order."""
         return tuple(self._cache.counters)
 
+    @property
+    def temperature(self) -> float:
+        """At which tokens are drawn where they are opened alone, to 2^-12; 0 takes the likeliest."""
+        return float(self._temperature * 2.0**-nb.TEMPERATURE)
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        """
+        Raises:
+            RangeError: it is out of its range.
+        """
+        if not 0 <= value <= nb.HOTTEST:
+            raise RangeError(f"tokens are drawn on shares at temperatures from 0 to {nb.HOTTEST:g}, not {value:g}")
+        self._temperature = round(value * 2**nb.TEMPERATURE)
+
     def forward(
         self, rows: F64, kept: Sequence[int], sight: Sight | None = None, opened: Sequence[int] | None = None
     ) -> tuple[F64, list[int]]:
         """Hidden states ``[R, d]`` after the last norm, of embedded rows ``[R, d]`` after the cached rows ``kept``.
 
+        Where ``opens_tokens`` they are next tokens, ``[R, 1]``.
+
         Args:
             sight: what the rows see of ``kept`` and of those among them that come before; None for one sequence.
-            opened: the rows whose hidden states are wanted, ascending; None for all. Those of others are 0.
+            opened: the rows of which these are wanted, ascending; None for all. Hidden states of others are 0, tokens
+                ``NO_TOKEN``.
 
         Returns:
             Also the counters of these rows in the cache.
@@ -220,12 +245,12 @@ class PartySession:
         spans = [range(start, min(start + MOST_ROWS, len(rows))) for start in range(0, len(rows), MOST_ROWS)]
         if any(np.isin(wanted, span).sum() > self.opened for span in spans):
             raise RangeError(
-                f"the provider opens the hidden states of {self.opened} rows of {MOST_ROWS} at most: ask for fewer, "
-                "such as by logits_to_keep"
+                f"the provider opens the {'tokens' if self.opens_tokens else 'hidden states'} of {self.opened} rows of "
+                f"{MOST_ROWS} at most: ask for fewer, such as by logits_to_keep"
             )
         if self.plan.shape.kind.centred:
             rows = rows - rows.mean(axis=1, keepdims=True)
-        out, counters = np.zeros_like(rows), list(kept)
+        out, counters = np.full((len(rows), 1), NO_TOKEN) if self.opens_tokens else np.zeros_like(rows), list(kept)
         with self._turn:
             if self._cache.counters[: len(kept)] != counters:
                 raise ProtocolError("the cache's rows are gone, another prompt came since: begin with an empty one")
@@ -247,61 +272,69 @@ class PartySession:
                 counters += self._cache.counters[-len(some) :]
         return out, counters[len(kept) :]
 
-    def _pass(self, rows: F64, kept: Sequence[int], sight: Sight | None, opened: I64) -> tuple[F64, int]:
-        """Hidden states of the opened rows, and how many wires left their domain."""
+    def _pass(self, rows: F64, kept: Sequence[int], sight: Sight | None, opening: I64) -> tuple[F64, int]:
+        """Hidden states of the opened rows, or their tokens; and how many wires left their domain."""
         start = time.perf_counter()
         shape, count = self.plan.shape, len(rows)
         plain = len(kept) == len(self._cache)
-        wanted, source = self._begin(count, kept)
+        choice, head = self.plan.choice, self._model.head
+        tokens = len(opening) if choice is not None else 0
+        wanted, source = self._begin(count, kept, tokens)
         new = self._counters.extend(self._cache, wanted, self._dealing.key, shape)
-        request = pb.Forward(numbers=wanted, opened=opened.tolist())
+        request = pb.Forward(numbers=wanted, opened=opening.tolist(), temperature=self._temperature)
         if sight is None:
             sight = Sight.causal(new)
         else:
             tell_sight(request, sight)
         self._put(pb.ComputeRequest(forward=request))
         if plain and count in (1, self._last_rows):  # one token after another, and so probably the next
-            self._ask_ahead(count, self._cache.counters)
+            self._ask_ahead(count, self._cache.counters, tokens)
         self._last_rows = count
         party = Party(Tape(CLIENT, self._dealing.key, wanted.number, source), self)
         x = np.rint(rows * 2.0**nb.RESIDUAL).astype(np.int64).view(np.uint64)
         hidden, outside = forward(party, self._model, self, self._cache, new, sight, x)
-        hidden = hidden[opened]
-        theirs = party.receive(1 + hidden.size)
+        shown = hidden[opening]
+        if choice is not None and head is not None:
+            shown = choose(party, choice, head, shown, self._temperature)[:, None] if tokens else shown[:, :1]
+        theirs = party.receive(1 + shown.size)
         self._add(party.count, time.perf_counter() - start)
-        words = hidden + theirs[1:].reshape(hidden.shape)
-        return words.view(np.int64) * (2.0**-nb.HIDDEN * shape.d**0.5) + self._last_bias, int((outside + theirs[:1])[0])
+        words, left = shown + theirs[1:].reshape(shown.shape), int((outside + theirs[:1])[0])
+        if choice is not None:
+            return (words & np.uint64((1 << choice.number_bits) - 1)).astype(np.float64), left
+        return words.view(np.int64) * (2.0**-nb.HIDDEN * shape.d**0.5) + self._last_bias, left
 
-    def _begin(self, rows: int, kept: Sequence[int]) -> tuple[deal_pb.Pass, PassSource]:
+    def _begin(self, rows: int, kept: Sequence[int], tokens: int) -> tuple[deal_pb.Pass, PassSource]:
         """A pass, and its material: that which was asked for ahead, if it is of such a pass."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             wanted, source = ahead
-            if wanted.rows == rows and counters_of(wanted.kept) == list(kept):
+            if (wanted.rows, wanted.tokens, counters_of(wanted.kept)) == (rows, tokens, list(kept)):
                 return ahead
             source.drop()
-        wanted = deal_pb.Pass(number=self._next_pass, rows=rows, first_counter=self._next_row, kept=ranges(kept))
+        wanted = deal_pb.Pass(
+            number=self._next_pass, rows=rows, first_counter=self._next_row, kept=ranges(kept), tokens=tokens
+        )
         self._next_pass += 1
         self._next_row += rows
         return wanted, self._dealing.ask(wanted)
 
     def ask_ahead(self, rows: int, kept: Sequence[int]) -> None:
-        """Has the dealer make now what the next pass takes, if it is one of so many rows after ``kept``, unless another
-        was asked for already; returns when this party has all of it.
+        """Has the dealer make now what the next pass takes, if it is one of so many rows after ``kept``, all of them
+        opened, unless another was asked for already; returns when this party has all of it.
 
         Raises:
             SessionLostError: the session is over, or is now. SordinoError: of server or dealer; it is over now.
         """
         with self._turn_of_one():
             if self._ahead is None:
-                self._ask_ahead(rows, kept)
+                self._ask_ahead(rows, kept, rows if self.opens_tokens else 0)
             if self._ahead is not None:
                 self._ahead[1].wait()
 
-    def _ask_ahead(self, rows: int, kept: Sequence[int]) -> None:
+    def _ask_ahead(self, rows: int, kept: Sequence[int], tokens: int) -> None:
         """If both can read all of it before it is needed."""
-        if pass_bytes(self.plan, rows, len(kept) + rows) < AHEAD_BYTES // 2:  # and this pass
-            self._ahead = self._begin(rows, kept)
+        if pass_bytes(self.plan, rows, len(kept) + rows, tokens) < AHEAD_BYTES // 2:  # and this pass
+            self._ahead = self._begin(rows, kept, tokens)
             self._put(pb.ComputeRequest(ahead=self._ahead[0]))
 
     def _add(self, count: Count, seconds: float) -> None:

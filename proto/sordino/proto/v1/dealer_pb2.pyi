@@ -46,16 +46,18 @@ class DealRequest(_message.Message):
     def __init__(self, open: _Optional[bytes] = ..., **kwargs) -> None: ...
 
 class Pass(_message.Message):
-    __slots__ = ("number", "rows", "first_counter", "kept")
+    __slots__ = ("number", "rows", "first_counter", "kept", "tokens")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     FIRST_COUNTER_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     number: int
     rows: int
     first_counter: int
     kept: _containers.RepeatedCompositeFieldContainer[Counters]
-    def __init__(self, number: _Optional[int] = ..., rows: _Optional[int] = ..., first_counter: _Optional[int] = ..., kept: _Optional[_Iterable[_Union[Counters, _Mapping]]] = ...) -> None: ...
+    tokens: int
+    def __init__(self, number: _Optional[int] = ..., rows: _Optional[int] = ..., first_counter: _Optional[int] = ..., kept: _Optional[_Iterable[_Union[Counters, _Mapping]]] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("first", "count")

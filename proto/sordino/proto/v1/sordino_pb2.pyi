@@ -252,16 +252,18 @@ class PartySession(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., public_key: _Optional[bytes] = ...) -> None: ...
 
 class Forward(_message.Message):
-    __slots__ = ("numbers", "positions", "visible", "opened")
+    __slots__ = ("numbers", "positions", "visible", "opened", "temperature")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     VISIBLE_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     numbers: _dealer_pb2.Pass
     positions: _containers.RepeatedScalarFieldContainer[int]
     visible: bytes
     opened: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, numbers: _Optional[_Union[_dealer_pb2.Pass, _Mapping]] = ..., positions: _Optional[_Iterable[int]] = ..., visible: _Optional[bytes] = ..., opened: _Optional[_Iterable[int]] = ...) -> None: ...
+    temperature: int
+    def __init__(self, numbers: _Optional[_Union[_dealer_pb2.Pass, _Mapping]] = ..., positions: _Optional[_Iterable[int]] = ..., visible: _Optional[bytes] = ..., opened: _Optional[_Iterable[int]] = ..., temperature: _Optional[int] = ...) -> None: ...
 
 class WordProducts(_message.Message):
     __slots__ = ("layer", "matrix", "rows", "ciphertexts", "last")

@@ -21,6 +21,7 @@ from sordino.server.twoparty.linear import Provisioner, WordMatrix, choose_kerne
 from sordino.shared.errors import (
     LimitError,
     ProtocolError,
+    RangeError,
     SessionLostError,
     TransportError,
     UnknownGroupError,
@@ -31,11 +32,14 @@ from sordino.shared.twoparty.dealt import Dealt
 from sordino.shared.twoparty.forward import DOWN, GATE_UP, MATRICES, OUT, QKV, Cache, Model, forward
 from sordino.shared.twoparty.lwe import messages, word_shape
 from sordino.shared.twoparty.numbers import (
+    HOTTEST,
     MOST_GROWTH,
     NORMED,
     RESIDUAL,
     SUM,
+    TEMPERATURE,
     Bounds,
+    Choice,
     Plan,
     Shape,
     Sizes,
@@ -46,9 +50,10 @@ from sordino.shared.twoparty.numbers import (
     scales,
 )
 from sordino.shared.twoparty.party import Party
-from sordino.shared.twoparty.passes import Counters, sight_of
+from sordino.shared.twoparty.passes import Counters, check_tokens, sight_of
 from sordino.shared.twoparty.source import PassSource
 from sordino.shared.twoparty.tape import SERVER, Tape
+from sordino.shared.twoparty.tokens import choose
 
 U64 = NDArray[np.uint64]
 F64 = NDArray[np.float64]
@@ -66,7 +71,8 @@ class TwoPartyModel:
     """What a server has for all sessions: the plan, the public integers and their digest, and its matrices.
 
     Args:
-        opened: rows of a pass whose hidden states a client may open.
+        opened: rows of a pass of which a client may open something. tokens: that is the next token, chosen on shares,
+            and not the hidden state.
 
     Attributes:
         unproven: layers that could add so much to a row, for all that is known of their matrices, that the check of its
@@ -74,9 +80,10 @@ class TwoPartyModel:
 
     Raises:
         UnsupportedModelError: the model is of another kind, or only a part of it is here.
+        RangeError: a wire would not fit.
     """
 
-    def __init__(self, store: MatrixStore, opened: int = OPENED_ROWS) -> None:
+    def __init__(self, store: MatrixStore, opened: int = OPENED_ROWS, *, tokens: bool = False) -> None:
         self.opened = opened
         if not store.is_whole:
             raise UnsupportedModelError("profile two-party needs all layers in one server")
@@ -102,7 +109,7 @@ class TwoPartyModel:
             if grows > MOST_GROWTH:
                 self.unproven.append(layer)
         self.fingerprint = store.manifest.fingerprint
-        self.plan = Plan(shape, tuple(sizes))
+        self.plan = Plan(shape, tuple(sizes), Choice.of(shape, tensors) if tokens else None)
         self.public = Model.of(self.plan, tensors)
         self.digest = self.public.digest()
 
@@ -118,11 +125,6 @@ class TwoPartyModel:
         if layer >= len(self._matrices) or number >= len(MATRICES):
             raise UnknownGroupError(f"matrix {number} of layer {layer} does not exist")
         return self._matrices[layer][number]
-
-
-def _check_rows(wanted: deal_pb.Pass) -> None:
-    if wanted.rows > _MOST_PASS:
-        raise LimitError(f"a pass of {wanted.rows} rows: it has at most {_MOST_PASS}, send them in several")
 
 
 def _layer(
@@ -247,9 +249,10 @@ class PartySession:
         """Asks the dealer for a pass that has not begun.
 
         Raises:
-            ProtocolError: this was done, and no pass has begun since. LimitError: it has too many rows.
+            ProtocolError: this was done, and no pass has begun since; or it has tokens and the plan has none.
+            LimitError: it has too many rows, or chooses too many tokens.
         """
-        _check_rows(wanted)
+        self._check(wanted, wanted.tokens)
         if self._ahead is not None:
             raise ProtocolError("a pass was asked for ahead: one at a time, until the next begins")
         self._ahead = wanted, self._dealing.ask(wanted)
@@ -258,13 +261,15 @@ class PartySession:
         """Material for the pass that begins.
 
         Raises:
-            ProtocolError: not enough was made ahead for it, or it opens rows that it has not.
-            LimitError: it has too many rows, or opens too many.
+            ProtocolError: not enough was made ahead for it, or it opens rows that it has not, or something else of them
+                than the plan says. RangeError: its temperature. LimitError: it has too many rows, or opens too many.
         """
         wanted, opened = request.numbers, list(request.opened)
-        _check_rows(wanted)
-        if len(opened) > self._model.opened:
-            raise LimitError(f"{len(opened)} rows to open: the provider opens at most {self._model.opened} of a pass")
+        self._check(wanted, len(opened))
+        if self._model.plan.choice is not None and wanted.tokens != len(opened):
+            raise ProtocolError("this provider opens the next token of rows alone, and hidden states of none")
+        if request.temperature > HOTTEST * 2**TEMPERATURE:
+            raise RangeError(f"tokens are drawn at temperatures up to {HOTTEST:g}")
         if opened != sorted(set(opened)) or (opened and opened[-1] >= wanted.rows):
             raise ProtocolError(f"rows to open are rows of the pass, of which there are {wanted.rows}, in their order")
         made = min(
@@ -281,8 +286,15 @@ class PartySession:
             ahead[1].drop()
         return self._dealing.ask(wanted)
 
+    def _check(self, wanted: deal_pb.Pass, opened: int) -> None:
+        check_tokens(wanted, self._model.plan)
+        if wanted.rows > _MOST_PASS:
+            raise LimitError(f"a pass of {wanted.rows} rows: it has at most {_MOST_PASS}, send them in several")
+        if opened > self._model.opened:
+            raise LimitError(f"{opened} rows to open: the provider opens at most {self._model.opened} of a pass")
+
     def forward(self, request: pb.Forward, source: PassSource, link: StreamLink) -> bytes:
-        """The pass; returns its last message, the server's share of the hidden states that are opened.
+        """The pass; returns its last message, the server's share of what is opened: hidden states, or tokens.
 
         Raises:
             ProtocolError: it does not fit what went before. SessionLostError: the client goes in the middle.
@@ -293,8 +305,12 @@ class PartySession:
         sight = sight_of(request, new, shape)
         party = Party(Tape(SERVER, self._dealing.key, wanted.number, source), link)
         x = np.zeros((wanted.rows, shape.d), np.uint64)
-        hidden, outside = forward(party, self._model.public, self, self._cache, new, sight, x)
-        return np.concatenate([outside, hidden[list(request.opened)].reshape(-1)]).astype("<u8", copy=False).tobytes()
+        model = self._model.public
+        hidden, outside = forward(party, model, self, self._cache, new, sight, x)
+        shown = hidden[list(request.opened)]
+        if model.plan.choice is not None and model.head is not None and len(shown):
+            shown = choose(party, model.plan.choice, model.head, shown, request.temperature)
+        return np.concatenate([outside, shown.reshape(-1)]).astype("<u8", copy=False).tobytes()
 
     def constant(self, party: Party, layer: int, matrix: int) -> U64:
         """See :class:`sordino.shared.twoparty.forward.Linear`."""

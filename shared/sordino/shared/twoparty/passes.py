@@ -11,7 +11,7 @@ from sordino.proto.v1 import dealer_pb2 as pb
 from sordino.proto.v1 import sordino_pb2
 from sordino.shared.errors import ProtocolError
 from sordino.shared.twoparty.forward import Cache, Sight
-from sordino.shared.twoparty.numbers import LONGEST, Shape
+from sordino.shared.twoparty.numbers import LONGEST, Plan, Shape
 from sordino.shared.twoparty.tape import append_masks
 
 
@@ -37,6 +37,15 @@ def counters_of(sent: Iterable[pb.Counters]) -> list[int]:
             raise ProtocolError(f"a cache has at most {LONGEST} rows")
         out += range(one.first, one.first + one.count)
     return out
+
+
+def check_tokens(wanted: pb.Pass, plan: Plan) -> None:
+    """
+    Raises:
+        ProtocolError: tokens are to be chosen that the plan has not, or of more rows than there are.
+    """
+    if wanted.tokens > (wanted.rows if plan.choice is not None else 0):
+        raise ProtocolError(f"{wanted.tokens} tokens of a pass of {wanted.rows} rows: the plan opens no such thing")
 
 
 class Counters:
