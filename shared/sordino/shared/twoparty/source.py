@@ -32,7 +32,7 @@ U64 = NDArray[np.uint64]
 
 DEFAULT_DEALER_PORT: Final = 50552
 _MAX_PART_BYTES: Final = 2 << 20
-AHEAD_BYTES: Final = 64 << 20  # that are read before they are needed
+AHEAD_BYTES: Final = 96 << 20  # that are read before they are needed
 _CALL_S: Final = 30.0  # for the short calls
 _RETRY_PAUSE_S: Final = 0.1
 _PROBE_S: Final = 0.5
