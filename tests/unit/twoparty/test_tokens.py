@@ -111,7 +111,7 @@ class Tournament:
         self.rows, tokens = logits.shape
         self.choice = Choice(tokens, bits)
         self.choice.check()
-        head = Head(np.eye(tokens, dtype=np.int32) << nb.HEAD, np.zeros(tokens, np.uint64))
+        head = Head(np.eye(tokens, dtype=np.int32) << nb.WEIGHT, np.zeros(tokens, np.uint64))
         # The steps of another width: hidden states are logits here.
         steps = [
             step
@@ -250,7 +250,7 @@ def test_the_head_is_that_of_the_bundle() -> None:
     assert isinstance(step, Noise)
     assert np.abs(found - (x + bias) @ head.T).max() < 0.01
     both = {"lm_head.weight": other, "model.embed_tokens.weight": head, "model.norm.weight": norm}
-    assert (Head.of(shape(d), both).weights == np.rint(other * np.float32(np.sqrt(d) * 2**nb.HEAD))).all()
+    assert (Head.of(shape(d), both).weights == np.rint(other * np.float32(np.sqrt(d) * 2**nb.WEIGHT))).all()
 
 
 @pytest.mark.parametrize(

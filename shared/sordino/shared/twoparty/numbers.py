@@ -52,10 +52,10 @@ CUT_GATED: Final = GATED + UP - INPUT
 CUT_LAST: Final = 10
 # Of the hidden states that come out, which are to be multiplied by the root of d.
 HIDDEN: Final = RESIDUAL + NORM - CUT_LAST + ROOT
-# Where tokens are chosen on shares: fraction bits of hidden states, the head, logits, temperature and noise.
+# Where tokens are chosen on shares: fraction bits of hidden states, weights of the head, logits, temperature and noise.
 STATE: Final = 16
-HEAD: Final = 14
-LOGIT: Final = STATE + HEAD
+WEIGHT: Final = 14
+LOGIT: Final = STATE + WEIGHT
 TEMPERATURE: Final = 12
 NOISE: Final = LOGIT - TEMPERATURE
 HOTTEST: Final = 4.0  # temperature
@@ -363,7 +363,7 @@ class Choice:
         norm = np.abs(tensors[f"{last}.weight"]) + np.float32(2.0 ** -(NORM + 1))
         added = head @ tensors.get(f"{last}.bias", np.zeros(shape.d, np.float32))
         # And roundings: of hidden states, less than a unit each, and of the head, half of one.
-        largest = root * SLACK * (np.sqrt(np.square(head) @ np.square(norm)) + norm.max() * 2.0 ** -(HEAD + 1))
+        largest = root * SLACK * (np.sqrt(np.square(head) @ np.square(norm)) + norm.max() * 2.0 ** -(WEIGHT + 1))
         largest += root * np.abs(head).sum(axis=1) * 2.0**-STATE
         span = float((added + largest).max() - (added - largest).min())
         noise = math.log((GRAIN + 1) * math.log(2)) + (GRAIN + 1) * math.log(2)  # its largest less its smallest
@@ -371,7 +371,7 @@ class Choice:
         choice = cls(len(head), max(_CHOICE_BITS, math.ceil(math.log2(cells)) + 1))
         try:
             choice.check()
-            fits = np.abs(head).max() * root * 2.0**HEAD < 2.0**31 - 1
+            fits = np.abs(head).max() * root * 2.0**WEIGHT < 2.0**31 - 1
         except ValueError:
             fits = False
         if not fits:

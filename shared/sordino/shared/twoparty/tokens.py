@@ -44,7 +44,7 @@ class Head:
     """The public head as integers.
 
     Attributes:
-        weights: ``[V, d]``, times the root of d, with ``HEAD`` fraction bits. constant: ``[V]``, what the bias of the
+        weights: ``[V, d]``, times the root of d, with ``WEIGHT`` fraction bits. constant: ``[V]``, what the bias of the
             last norm adds to logits.
     """
 
@@ -62,7 +62,7 @@ class Head:
         bias = tensors.get(f"{shape.kind.last}.bias")
         added = np.zeros(len(weights)) if bias is None else weights.astype(np.float64) @ bias
         return cls(
-            np.rint(weights * np.float32(math.sqrt(shape.d) * 2**nb.HEAD)).astype(np.int32),
+            np.rint(weights * np.float32(math.sqrt(shape.d) * 2**nb.WEIGHT)).astype(np.int32),
             nb.integers(added * 2.0**nb.LOGIT),
         )
 
