@@ -110,14 +110,19 @@ def test_a_batch_with_padding(shared: TwoPartyConnected, clear: Any) -> None:
     assert torch.equal(shared.model.generate(**inputs, **options), clear.model.generate(**inputs, **options))
 
 
-def test_tokens_are_drawn_at_a_temperature(shared: TwoPartyConnected) -> None:
-    """Of a prompt that comes 16 times: hot ones differ, cold ones do not; ``generate()`` sets what the passes take."""
+def test_tokens_are_drawn_at_a_temperature(shared: TwoPartyConnected, clear: Any) -> None:
+    """Of a prompt that comes 16 times: hot ones differ, cold ones are the likeliest, or as likely; ``generate()`` sets
+    what the passes take."""
     ids = torch.full((16, 1), 9)
+    with torch.no_grad():
+        right = clear.model(input_ids=ids[:1]).logits[0, -1]
+    lead = right.max() - right
     hot = shared.model.generate(input_ids=ids, max_new_tokens=1, do_sample=True, temperature=4.0, **NO_END)
     assert shared.session.temperature == 4.0
     assert len(set(hot[:, 1].tolist())) > 4
+    assert lead[hot[:, 1]].max() > 0.2 * right.abs().max()
     cold = shared.model.generate(input_ids=ids, max_new_tokens=1, do_sample=True, temperature=1e-3, **NO_END)
-    assert len(set(cold[:, 1].tolist())) == 1
+    assert lead[cold[:, 1]].max() < 0.05 * right.abs().max()
     inputs = {"input_ids": ids[:1], "attention_mask": torch.ones(1, 1, dtype=torch.long)}
     Generation(shared, inputs, Options(max_tokens=1, temperature=0.5)).run()
     assert shared.session.temperature == 0.5

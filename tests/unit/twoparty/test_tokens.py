@@ -257,6 +257,11 @@ def test_the_head_is_that_of_the_bundle() -> None:
     ("tensors", "error", "text"),
     [
         ({}, UnsupportedModelError, "has no head"),
+        (
+            {"model.embed_tokens.weight": np.ones((3, D), np.float32), "lm_head.scale": np.ones(3, np.float32)},
+            UnsupportedModelError,
+            "is not public",
+        ),
         ({"lm_head.weight": np.full((3, D), 4e4, np.float32)}, RangeError, "do not fit"),
         ({"lm_head.weight": np.full((1 << 17, D), 2e3, np.float32)}, RangeError, "do not fit"),
     ],

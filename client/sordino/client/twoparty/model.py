@@ -152,8 +152,8 @@ def _draw_on_shares(model: PreTrainedModel, session: PartySession) -> None:
             refused.add("several answers to one prompt")
         if refused:
             raise RangeError(
-                f"this provider opens the next token alone, and no logits: there is no {', '.join(sorted(refused))}; a "
-                "temperature there is"
+                f"this provider opens the next token alone, and no logits: {', '.join(sorted(refused))} cannot be had "
+                "(top_p=1.0, top_k=0 and repetition_penalty=1.0 are none); a temperature can"
             )
         session.temperature = generation_config.temperature if generation_config.do_sample else 0.0
         return LogitsProcessorList()

@@ -391,11 +391,13 @@ _CHOICE_BITS: Final = 8  # at least: one more than a block of leaves has
 
 
 def head_of(tensors: Mapping[str, F32]) -> F32:
-    """``[V, d]``
+    """``[V, d]``, its own or the embedding.
 
     Raises:
-        UnsupportedModelError: the client bundle has none.
+        UnsupportedModelError: the client bundle has none, or the provider keeps it.
     """
+    if "lm_head.scale" in tensors:
+        raise UnsupportedModelError("tokens cannot be chosen on shares: the head is not public, it is the provider's")
     for name in ("lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weight"):
         if name in tensors:
             return tensors[name]
