@@ -91,7 +91,7 @@ class Noise:
 @dataclass(frozen=True, slots=True)
 class Larger:
     """The larger of two wires, and either of them if they are less than a cell apart: ``[n]`` each to ``[n]``, two
-    rounds (§6.7, Lemma 8).
+    rounds (§6.7, Lemmas 8 and 9).
 
     Attributes:
         bits: of a cell's number; wires differ by less than 2^(bits - 1) - 1 cells. k: log2 of a cell.
@@ -114,8 +114,9 @@ class Larger:
         shown = party.open_bits(borrow ^ flip)
         # [a >= b] is s where this is 0, and 1 - s where it is 1; times a - b = opened - r
         turned = (shown ^ np.uint8(1) ^ top).astype(np.bool_)
-        bit = np.where(turned, party.public(np.ones_like(s)) - s, s)
-        return b + bit * opened - np.where(turned, r - sr, sr)
+        bit: U64 = np.where(turned, party.public(np.ones_like(s)) - s, s)
+        masked: U64 = np.where(turned, r - sr, sr)
+        return b + bit * opened - masked
 
 
 def steps_of_choice(choice: Choice, rows: int, d: int, part: int) -> list[Any]:
