@@ -44,6 +44,10 @@ class DealerProcess:
             time.sleep(0.02)
         self.port = int(port_file.read_text())
 
+    def signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
     def kill(self) -> None:
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
