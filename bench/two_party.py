@@ -161,7 +161,11 @@ def diverging(right: torch.Tensor, found: torch.Tensor) -> dict[str, Any]:
 
 
 def crypten_answer(bundle: Path, prompt: str, tokens: int) -> Any:
-    """An :class:`~peers.crypten.model.Answer`. Raises as that module's ``load_model`` and ``answer``."""
+    """An :class:`~peers.crypten.model.Answer`, in which an end of the text is a token like others.
+
+    Raises:
+        SordinoError: as that module's ``load_model`` and ``answer``.
+    """
     from peers.crypten.model import answer, calibrated, load_model
 
     tokenizer = AutoTokenizer.from_pretrained(bundle / CLIENT_DIR)
@@ -230,7 +234,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     """What a token costs by two-party, and by CrypTen if it was asked for."""
     table = Table(title=f"a token of {result['model']}, after the first")
     for column in ("", "seconds", "seconds ahead", "rounds", "MB", "dealer MB", "MB ahead", "top token right"):
-        table.add_column(column, justify="right" if column else "left")
+        table.add_column(column, justify="right" if column else "left", no_wrap=not column)
     made = result["ahead_a_row"]
     rows = [("two-party", result["online_a_token"], result["dealer_bytes"], result["over_the_tokens_of_clear"])]
     seconds, megabytes = [made["seconds"]], [f"{(made['bytes_up'] + made['bytes_down']) / 1e6:,.1f}"]

@@ -257,7 +257,7 @@ def test_beside_two_party(bundle: Path) -> None:
     agreement = peer["over_its_own_tokens"]
     assert agreement["same_top_token"] == agreement["places"] == 2
     assert 0 < agreement["kl_mean"] <= agreement["kl_max"] < 1e-3
-    table = Console(file=io.StringIO(), width=120)
+    table = Console(file=io.StringIO(), width=80)
     show(result, table)
     lines = table.file.getvalue().splitlines()
     assert [line for line in lines if "two-party" in line and "2 of 2" in line]
