@@ -5,7 +5,10 @@ one, then the distributions of the next token over clear's answer. Client, serve
 with TLS on loopback. Figures are of decoding, after the first token; bytes are payloads, and what the dealer sends is
 counted in a session of its own, for amounts depend on sizes alone.
 
-    python bench/two_party.py --bundle .demo/bundle --tokens 16 --json bench/results/two-party-2-cores.json
+With ``--crypten`` CrypTen first answers the same prompt by the same weights, on shares of its own (``peers/crypten``),
+and its distributions of the next token are compared with clear's over CrypTen's answer.
+
+    python bench/two_party.py --bundle .demo/bundle --tokens 16 --crypten 4 --json bench/results/two-party-2-cores.json
 """
 
 from __future__ import annotations
@@ -26,20 +29,28 @@ from typing import Any, Final
 
 import psutil
 import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
 
 from sordino.client import Connected, connect
 from sordino.client.bench import cpu_seconds, machine
 from sordino.client.bench_block import DealerProcess, dealer_process, dealt_bytes
 from sordino.client.local_server import server_process
-from sordino.client.terminal import timed_streamer
+from sordino.client.terminal import progress_bar, timed_streamer
 from sordino.client.twoparty import connect as two_party
 from sordino.client.twoparty.connect import TwoPartyConnected
 from sordino.client.twoparty.session import MOST_ROWS, PartySession
 from sordino.shared.errors import SordinoError
-from sordino.shared.manifest import ModelManifest
+from sordino.shared.manifest import CLIENT_DIR, ModelManifest
 from sordino.shared.twoparty.tape import CLIENT, SERVER
 
 PROMPT: Final = "The capital of France is"
+# Of any kind: what CrypTen's norms expect of a row is found from it.
+CALIBRATION: Final = (
+    "It was late in the autumn when three of them set out for the coast, with two horses, a map and enough bread for a"
+    " week."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +135,18 @@ def dealt(parties: Parties, fingerprint: str, prompt: int, tokens: int) -> dict[
 
 def compared(shared: TwoPartyConnected, clear: Connected, ids: torch.Tensor, prompt: int) -> dict[str, Any]:
     """Distributions of the next token, in nats, at every place of an answer: ``ids [1, prompt + answer]``."""
+    return diverging(*(logits_over(link, ids, prompt) for link in (clear, shared)))
+
+
+def logits_over(link: Connected | TwoPartyConnected, ids: torch.Tensor, prompt: int) -> torch.Tensor:
+    """``[answer, vocabulary]``, float64."""
     with torch.inference_mode():
-        right, found = (link.model(input_ids=ids).logits[0, prompt - 1 : -1].double() for link in (clear, shared))
+        logits: torch.Tensor = link.model(input_ids=ids).logits[0, prompt - 1 : -1]
+    return logits.double()
+
+
+def diverging(right: torch.Tensor, found: torch.Tensor) -> dict[str, Any]:
+    """Of logits ``[places, vocabulary]``, in nats."""
     logs = right.log_softmax(-1), found.log_softmax(-1)
     kl = (logs[0].exp() * (logs[0] - logs[1])).sum(-1)
     return {
@@ -139,9 +160,33 @@ def compared(shared: TwoPartyConnected, clear: Connected, ids: torch.Tensor, pro
     }
 
 
-def measure(bundle: Path, prompt: str, tokens: int) -> dict[str, Any]:
-    """All figures. Raises as :func:`started`."""
+def crypten_answer(bundle: Path, prompt: str, tokens: int) -> Any:
+    """An :class:`~peers.crypten.model.Answer`, in which an end of the text is a token like others.
+
+    Raises:
+        SordinoError: as that module's ``load_model`` and ``answer``.
+    """
+    from peers.crypten.model import answer, calibrated, load_model
+
+    tokenizer = AutoTokenizer.from_pretrained(bundle / CLIENT_DIR)
+    model = load_model(bundle)
+    shifts = calibrated(model, tokenizer(CALIBRATION)["input_ids"])
+    with progress_bar("passes by CrypTen") as on_turn:
+        return answer(model, tokenizer(prompt)["input_ids"], tokens, shifts=shifts, on_turn=on_turn)
+
+
+_CRYPTEN_NOTES: Final = (
+    "the whole model is on shares, with CrypTen's settings as they come; the prompt's rows go one after the other",
+    "public powers of two scale what norms are given: found from another text, of a first row and of all others",
+    "tuples of a pass are there before it, in ahead_s_p50 and token_to_; recording what it asks for is in no figure",
+    "the result is opened to the client, within a pass; its own answer is what it is compared over",
+)
+
+
+def measure(bundle: Path, prompt: str, tokens: int, crypten: int = 0) -> dict[str, Any]:
+    """All figures; ``crypten``, so many tokens of CrypTen's. Raises as :func:`started` and :func:`crypten_answer`."""
     manifest = ModelManifest.load(bundle)
+    peer = crypten_answer(bundle, prompt, crypten) if crypten else None
     with started(bundle) as parties:
         inputs = parties.shared.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         length = inputs["input_ids"].shape[1]
@@ -154,6 +199,17 @@ def measure(bundle: Path, prompt: str, tokens: int) -> dict[str, Any]:
             right = answer(clear, inputs, tokens).ids
             whole = torch.cat([inputs["input_ids"], torch.tensor([right])], 1)
             distributions = compared(parties.shared, clear, whole, length)
+            of_peer = {}
+            if peer:
+                theirs = torch.cat([inputs["input_ids"], torch.tensor([peer.tokens])], 1)
+                clear_answer = right if crypten <= tokens else answer(clear, inputs, crypten).ids
+                of_peer["crypten"] = {
+                    "tokens": crypten,
+                    "tokens_equal_clear": sum(a == b for a, b in zip(peer.tokens, clear_answer, strict=False)),
+                    "over_its_own_tokens": diverging(logits_over(clear, theirs, length), peer.logits.double()),
+                    **peer.figures,
+                    "notes": list(_CRYPTEN_NOTES),
+                }
         return {
             "machine": machine() | {"server_threads": 1, "load": round(psutil.getloadavg()[0], 2)},
             "model": manifest.model_name,
@@ -170,7 +226,34 @@ def measure(bundle: Path, prompt: str, tokens: int) -> dict[str, Any]:
                 "bytes_down": round(spent.ahead_received / rows),
             },
             "resident_mib": memory,
+            **of_peer,
         }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """What a token costs by two-party, and by CrypTen if it was asked for."""
+    table = Table(title=f"a token of {result['model']}, after the first")
+    for column in ("", "seconds", "seconds ahead", "rounds", "MB", "dealer MB", "MB ahead", "top token right"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=not column)
+    made = result["ahead_a_row"]
+    rows = [("two-party", result["online_a_token"], result["dealer_bytes"], result["over_the_tokens_of_clear"])]
+    seconds, megabytes = [made["seconds"]], [f"{(made['bytes_up'] + made['bytes_down']) / 1e6:,.1f}"]
+    if peer := result.get("crypten"):
+        rows.append(("CrypTen", peer, peer, peer["over_its_own_tokens"]))
+        seconds.append(peer["ahead_s_p50"])
+        megabytes.append("")
+    for (name, costs, dealer, agreement), ahead_s, ahead_mb in zip(rows, seconds, megabytes, strict=True):
+        table.add_row(
+            name,
+            f"{costs['token_s_p50']:.2f}",
+            f"{ahead_s:.2f}",
+            str(costs["rounds"]),
+            f"{(costs['bytes_up'] + costs['bytes_down']) / 1e6:,.1f}",
+            f"{(dealer['token_to_client'] + dealer['token_to_server']) / 1e6:,.1f}",
+            ahead_mb,
+            f"{agreement['same_top_token']} of {agreement['places']}",
+        )
+    console.print(table)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -178,17 +261,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--bundle", type=Path, default=Path(".demo/bundle"))
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument(
+        "--crypten", type=int, default=0, metavar="N", help="tokens by CrypTen, 10 to 20 s each; 2 or more"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if options.tokens < 2:
         parser.error("--tokens is at least 2: the first is the prompt's")
+    if options.crypten < 0 or options.crypten == 1:
+        parser.error("--crypten is 0, or at least 2: the first is the prompt's")
     try:
-        result = measure(options.bundle, options.prompt, options.tokens)
+        result = measure(options.bundle, options.prompt, options.tokens, options.crypten)
     except SordinoError as error:
         sys.exit(f"error: {error}")
     print(json.dumps(result, indent=1))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
+    show(result, Console())
 
 
 if __name__ == "__main__":

@@ -44,6 +44,10 @@ class DealerProcess:
             time.sleep(0.02)
         self.port = int(port_file.read_text())
 
+    def signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
     def kill(self) -> None:
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
@@ -83,14 +87,14 @@ def serve_with(
     return ServerProcess(bundle, tmp, arguments=arguments, **options)
 
 
-def share_with(server: ServerProcess, dealer: DealerProcess, tmp: Path, **options: Any) -> TwoPartyConnected:
+def share_with(server: ServerProcess, of: DealerProcess, tmp: Path, /, **options: Any) -> TwoPartyConnected:
     """A client of both."""
     return connect(
         server.target,
         **{
-            "dealer": dealer.target,
-            "dealer_ca": dealer.ca,
-            "dealer_token": dealer.token_file("client").read_text().strip(),
+            "dealer": of.target,
+            "dealer_ca": of.ca,
+            "dealer_token": of.token_file("client").read_text().strip(),
             "token": server.token,
             "ca": server.ca,
             "cache": tmp / "cache",

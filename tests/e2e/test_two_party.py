@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from stack import PROMPT, ServerProcess, connect_to
@@ -17,7 +19,8 @@ from sordino.client.kvcache import CACHE_NAMES
 from sordino.client.options import Options
 from sordino.client.twoparty.connect import TwoPartyConnected
 from sordino.client.twoparty.session import MOST_ROWS
-from sordino.shared.errors import ProtocolError, RangeError
+from sordino.shared.errors import AuthError, LimitError, ProtocolError, RangeError, TransportError
+from sordino.shared.twoparty.numbers import LONGEST
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +187,7 @@ def test_a_provider_may_open_the_next_token_alone(
         shared = share_with(server, dealer, tmp_path / "shared")
         with shared.session:
             answer = ask(shared, 3)
-            with pytest.raises(RangeError, match="opens the hidden states of 1 rows"):
+            with pytest.raises(RangeError, match="opens at most 1 of the rows"):
                 shared.model(input_ids=torch.tensor([[1, 2]]))
             assert ask(shared, 3) == answer, "and the session goes on"
 
@@ -216,6 +219,66 @@ def test_drafts_are_verified_in_one_pass(shared: TwoPartyConnected) -> None:
     assert [token.id for token in answers.answers[0].tokens] == right
     assert answers.speculation is not None
     assert answers.speculation.passes <= plain
+
+
+def test_padding_that_is_not_sent_is_no_way_to_hide_a_length(shared: TwoPartyConnected) -> None:
+    inputs = shared.tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    with pytest.raises(RangeError, match="would hide nothing"):
+        Generation(shared, inputs, Options(max_tokens=2, pad_prompt=64)).run()
+
+
+def test_products_that_run_out_are_made_and_told(server: ServerProcess, dealer: DealerProcess, tmp_path: Path) -> None:
+    """What they cost before, how far they are meanwhile; and more at a time as more are used."""
+    plans, turns = list[str](), list[tuple[int, int]]()
+    told: dict[str, Any] = {"on_plan": plans.append, "on_provision": lambda done, total: turns.append((done, total))}
+    connected = share_with(server, dealer, tmp_path, ahead=0, **told)
+    with connected.session as session:
+        for kept in (40, 60):
+            session.forward(np.zeros((kept, session.plan.shape.d)), [])
+        assert [plan.split(" rows")[0] for plan in plans] == [f"products ahead for {rows}" for rows in (32, 32, 40)]
+        total = 4 * session.plan.shape.layers
+        assert turns == [(done + 1, total) for done in range(total)] * 3
+        megabytes = [float(word.replace(",", "")) for word in re.findall(r"([\d,]+) MB up", " ".join(plans))]
+        assert abs(sum(megabytes) - session.spent.ahead_sent / 1e6) < 2
+
+
+def test_answers_end_where_the_profile_does(shared: TwoPartyConnected) -> None:
+    """And not with an error in the middle."""
+    inputs = shared.tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    most = min(LONGEST, shared.session.plan.shape.positions)
+    assert Options(max_tokens=9000).settings(shared, 5)["max_new_tokens"] == most - 5
+    with pytest.raises(LimitError, match=rf"takes {LONGEST}|position {most}"):
+        shared.session.forward(np.zeros((LONGEST + 1, shared.session.plan.shape.d)), [])
+    assert inputs["input_ids"].shape[1] < most
+
+
+def test_a_server_that_cannot_reach_its_dealer_says_so(
+    bundles: Callable[..., Path], dealer: DealerProcess, tmp_path: Path
+) -> None:
+    """At its start, and to clients, whose own way to the dealer is open; and serves what needs none."""
+    arguments = ("--dealer", "grpcs://localhost:9", "--dealer-ca", str(dealer.ca))
+    arguments += ("--dealer-token-file", str(dealer.token_file("server")))
+    with ServerProcess(bundles("llama"), tmp_path / "server", arguments=arguments, allow_clear=True) as server:
+        assert "cannot be used for now: the dealer at grpcs://localhost:9" in server.log()
+        with pytest.raises(TransportError, match="this server cannot use its dealer: tell its provider"):
+            share_with(server, dealer, tmp_path / "client")
+        clear = connect_to(server, tmp_path / "clear", protocol="clear")
+        with clear.session:
+            assert ask(clear, 2)
+
+
+def test_errors_of_the_dealer_name_it_and_its_options(
+    server: ServerProcess, dealer: DealerProcess, tmp_path: Path
+) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"dealer_ca": server.ca}, r"the dealer at grpcs://localhost:\d+: the dealer's certificate .* --dealer-ca"),
+        ({"dealer": "grpcs://localhost:9"}, "the dealer at grpcs://localhost:9: nothing listens there: is the dealer"),
+        ({"dealer_token": "sord_of_nobody"}, "the dealer at .* token"),
+        ({"dealer": server.target, "dealer_ca": server.ca}, "is it a Sordino dealer"),
+    ]
+    for wrong, text in cases:
+        with pytest.raises((TransportError, AuthError), match=text):
+            share_with(server, dealer, tmp_path, **wrong)
 
 
 def test_pipelines_work(shared: TwoPartyConnected) -> None:

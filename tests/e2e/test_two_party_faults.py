@@ -407,6 +407,21 @@ def test_a_session_that_is_closed_during_a_pass(linked: Callable[..., TwoPartyCo
         ask(held[0])
 
 
+def test_ctrl_c_while_the_dealer_is_silent(linked: Callable[..., TwoPartyConnected], dealer: DealerProcess) -> None:
+    """The client waits for material then, maybe for minutes, in no lock that an interrupt could leave taken."""
+    connected = linked()
+    dealer.signal(signal.SIGSTOP)
+    try:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            ask(connected)
+        assert time.monotonic() - start < 20, "of the 30 s and more that a silent dealer is waited for"
+    finally:
+        dealer.signal(signal.SIGCONT)
+    assert is_over(connected)
+
+
 def test_threads_take_turns(linked: Callable[..., TwoPartyConnected]) -> None:
     """Passes of one session in two threads: all right."""
     prompts = ("ab", "xy") * 3

@@ -42,6 +42,10 @@ class Count:
     def __sub__(self, other: Count) -> Count:
         return Count(self.rounds - other.rounds, self.bytes_up - other.bytes_up, self.bytes_down - other.bytes_down)
 
+    def mirrored(self) -> Count:
+        """What the other end of the stream counts."""
+        return Count(self.rounds, self.bytes_down, self.bytes_up)
+
     def copy(self) -> Count:
         return Count(self.rounds, self.bytes_up, self.bytes_down)
 

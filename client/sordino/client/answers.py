@@ -283,6 +283,8 @@ class Generation:
 
     def __post_init__(self) -> None:
         options, tokenizer = self.options, self.link.tokenizer
+        if options.pad_prompt > 1 and not getattr(self.link.session, "sends_padding", True):
+            raise RangeError("padding is not sent in profile two-party, and would hide nothing: leave pad_prompt out")
         self.inputs = _padded(self.inputs, options.pad_prompt, tokenizer)
         prompts, self._prompt = self.inputs["input_ids"].shape
         # Where every pass has as many rows, those of the last go beyond the answer.

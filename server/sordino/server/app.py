@@ -138,6 +138,10 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
                     "of its domain (docs/two-party.md, 6.1)",
                     ", ".join(map(str, model.unproven)),
                 )
+            try:
+                dealer.greet(model.fingerprint, model.plan)
+            except SordinoError as error:  # it may come later
+                log.warning("profile two-party cannot be used for now: %s", error)
             two_party = model, dealer
         service = SordinoService(
             store,

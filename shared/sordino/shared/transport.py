@@ -47,8 +47,12 @@ def status_of(error: SordinoError) -> grpc.StatusCode:
 _MOST_CHARACTERS: Final = 500  # of a peer's text
 
 
-def error_of(call: grpc.RpcError) -> SordinoError:
-    """The Sordino error that a failed call stands for (the reverse of :func:`status_of`)."""
+def error_of(call: grpc.RpcError, peer: str = "server", ca: str = "--ca") -> SordinoError:
+    """The Sordino error that a failed call stands for (the reverse of :func:`status_of`).
+
+    Args:
+        peer, ca: what the other side is called, and the option with its certificate.
+    """
     # The peer chooses the text, and it goes into logs.
     code, details = call.code(), errors.printable((call.details() or "")[:_MOST_CHARACTERS])
     metadata: Any = call.trailing_metadata() or ()
@@ -56,46 +60,48 @@ def error_of(call: grpc.RpcError) -> SordinoError:
     if named is not None:
         return named(details)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return _unreachable(details)
+        return _unreachable(details, peer, ca)
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return errors.AuthError(details)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.LimitError(details)
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return errors.HandshakeError(f"the peer does not speak this protocol: is it a Sordino server? ({details})")
+        return errors.HandshakeError(f"the peer does not speak this protocol: is it a Sordino {peer}? ({details})")
     return errors.ProtocolError(f"{code.name}: {details}")
 
 
 _BAD_CERTIFICATE: Final = (
-    "the server's certificate is not signed by the CA given, or by one that everybody knows: pass the provider's "
-    "ca.pem as --ca"
+    "the {peer}'s certificate is not signed by the CA given, or by one that everybody knows: pass its operator's "
+    "ca.pem as {ca}"
 )
-_NO_TLS: Final = "TLS was spoken to a port without TLS: use grpc:// for a server started --insecure"
+_NO_TLS: Final = "TLS was spoken to a port without TLS: use grpc:// for a {peer} started --insecure"
 # What gRPC's text contains, what to do about it, and whether the same attempt could succeed later.
 _HINTS: Final = (
     ("certificate_verify_failed", _BAD_CERTIFICATE, False),
     ("certificate verify failed", _BAD_CERTIFICATE, False),
     ("dns resolution failed", "the host name cannot be resolved: is it spelt right, is there a network?", True),
     ("hostname lookup", "the host name cannot be resolved: is it spelt right, is there a network?", True),
-    ("hostname", "the server's certificate is for another host name", False),
+    ("hostname", "the {peer}'s certificate is for another host name", False),
     ("wrong version number", _NO_TLS, False),
     ("wrong_version_number", _NO_TLS, False),
     ("proxy", "a proxy is set in the environment: add the host to no_proxy", True),
     (
         "socket closed",
-        "the connection closed: no TLS where the server wants it (use grpcs://), or the server stopped",
+        "the connection closed: no TLS where the {peer} wants it (use grpcs://), or the {peer} stopped",
         True,
     ),
-    ("connection refused", "nothing listens there: is the server running, is the port right?", True),
+    ("connection refused", "nothing listens there: is the {peer} running, is the port right?", True),
 )
 
 
-def _unreachable(details: str) -> errors.TransportError:
+def _unreachable(details: str, peer: str, ca: str) -> errors.TransportError:
     """Says what to do about the failures that users meet; gRPC's own words stay behind it."""
     for key, hint, passing in _HINTS:
         if key in details.lower():
-            return (errors.TransportError if passing else errors.HandshakeError)(f"{hint} [{details}]")
-    return errors.TransportError(f"the server cannot be reached [{details}]")
+            return (errors.TransportError if passing else errors.HandshakeError)(
+                f"{hint.format(peer=peer, ca=ca)} [{details}]"
+            )
+    return errors.TransportError(f"the {peer} cannot be reached [{details}]")
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:

@@ -18,6 +18,8 @@ from sordino.shared.errors import FingerprintError, ProtocolError, RangeError
 from sordino.shared.twoparty.source import Dealer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MOST_AHEAD: Final = 4096
@@ -45,6 +47,7 @@ def connect(
     timeout_s: float = 60,
     retry_s: float = 60,
     on_bundle: BundleProgress | None = None,
+    on_plan: Callable[[str], object] | None = None,
     on_provision: Progress | None = None,
 ) -> TwoPartyConnected:
     """Connects to a hosted model so that neither side sees an activation.
@@ -56,7 +59,8 @@ def connect(
         ahead: rows for which encrypted products are made now; more are made when they run out. Larger numbers cost
             less a row (docs/two-party.md).
         cache: where client bundles are kept. timeout_s: longest wait for a message. retry_s: for the server, at first.
-        on_bundle, on_provision: progress callbacks.
+        on_bundle, on_provision: progress callbacks, the latter also when more is made in an answer. on_plan: told
+            before how much that will be; the log, without.
 
     Returns:
         A ``transformers`` model in eval mode, its tokenizer, and the session to close when done. A session that breaks
@@ -83,7 +87,11 @@ def connect(
         tokenizer = load_tokenizer(folder, model)
         tensors = load_file(folder / "client.safetensors")
         session = PartySession(
-            connection, tensors, Dealer(dealer, Path(dealer_ca) if dealer_ca else None, dealer_token, interrupts.check)
+            connection,
+            tensors,
+            Dealer(dealer, Path(dealer_ca) if dealer_ca else None, dealer_token, interrupts.check),
+            on_plan=on_plan,
+            on_provision=on_provision,
         )
     except BaseException:
         connection.close()
@@ -91,7 +99,7 @@ def connect(
     try:
         use_shares(model, session)
         if ahead:
-            session.provision(ahead, on_provision)
+            session.provision(ahead)
     except BaseException:
         session.close()
         raise

@@ -16,6 +16,7 @@ from sordino.client.kvcache import CACHE_NAMES
 from sordino.client.twoparty.session import NO_TOKEN, PartySession
 from sordino.shared.errors import LimitError, ProtocolError, RangeError, UnsupportedModelError
 from sordino.shared.twoparty.forward import Sight
+from sordino.shared.twoparty.numbers import LONGEST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -209,6 +210,8 @@ def use_shares(model: PreTrainedModel, session: PartySession) -> None:
         raise UnsupportedModelError("profile two-party finds no embedding in this model")
     layers = PartyLayers(inner, session)
     setattr(model, model.base_model_prefix, layers)
+    if hasattr(model.config, "max_position_embeddings"):  # where answers end, and prompts are refused
+        model.config.max_position_embeddings = min(model.config.max_position_embeddings, LONGEST)
     model.register_forward_pre_hook(layers.want, with_kwargs=True)
     if session.plan.choice is not None:
         model.set_output_embeddings(ChosenHead(session.plan.choice.tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -40,19 +41,21 @@ from sordino.shared.twoparty.source import AHEAD_BYTES, Dealer, PassSource
 from sordino.shared.twoparty.tape import CLIENT, Tape
 from sordino.shared.twoparty.tokens import choose
 
+log = logging.getLogger(__name__)
 U64 = NDArray[np.uint64]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 Progress = Callable[[int, int], None]
 
 MOST_ROWS: Final = 32  # of a pass; a longer prompt goes in several
-BLOCK_ROWS: Final = 32  # that are made ahead at a time
+BLOCK_ROWS: Final = 32  # that are made ahead at a time, when they have run out
+MOST_BLOCK: Final = 128  # and later as many as were used before, up to this
 NO_TOKEN: Final = -1.0  # of a row of which none was wanted
 _LARGEST: Final = 2.0**15  # of an embedding's entries
 # Of a row's sum of squares: from here on it wraps, and could come back into its domain.
 _LARGEST_SUM: Final = 2.0 ** (64 - 2 * nb.RESIDUAL)
 _CLOSED: Final = "the session is closed"
-_BROKEN: Final = "the session broke in something before: connect anew, nothing of it can be used again"
+_BROKEN: Final = "the session was interrupted, or broke, in something before: connect anew, nothing of it can be used"
 
 
 def check_rows(rows: F64) -> None:
@@ -93,12 +96,23 @@ class PartySession:
     Args:
         connection, dealer: from here on the session's, which closes them.
         tensors: of the client bundle.
+        on_plan: told what products ahead will cost, before they are made; the log, without. on_provision: progress of
+            it.
 
     Raises:
         SordinoError: the server or the dealer refuses it.
     """
 
-    def __init__(self, connection: Connection, tensors: dict[str, NDArray[np.float32]], dealer: Dealer) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        tensors: dict[str, NDArray[np.float32]],
+        dealer: Dealer,
+        *,
+        on_plan: Callable[[str], object] | None = None,
+        on_provision: Progress | None = None,
+    ) -> None:
+        self._on_plan, self._on_provision = on_plan or log.warning, on_provision
         self._connection = connection
         self._outgoing: SimpleQueue[pb.ComputeRequest | None] = SimpleQueue()
         self._watchdog = Watchdog(connection.timeout_s)
@@ -110,6 +124,7 @@ class PartySession:
         self._held.callback(connection.close)
         self._held.callback(dealer.close)
         self.spent = Spent()
+        self.sends_padding = False  # as rows: so it hides no length
         self._call: Call[pb.ComputeResponse] = connection.open_compute(iter(self._outgoing.get, None))
         try:
             self._open(dealer, tensors)
@@ -156,17 +171,26 @@ class PartySession:
         """For how many rows products have been made, and not used."""
         return min(len(rows) for rows in self._rows.values())
 
-    def provision(self, rows: int, progress: Progress | None = None) -> None:
+    def provision(self, rows: int) -> None:
         """Makes products ahead for so many more rows of every matrix.
 
         Raises:
             SessionLostError: the session is over, or is now. SordinoError: of the server; it is over now.
         """
         with self._turn_of_one():
-            self._provision(rows, progress)
+            self._provision(rows)
 
-    def _provision(self, rows: int, progress: Progress | None) -> None:
+    def _provision(self, rows: int) -> None:
         start, self._phase = time.perf_counter(), "ahead"
+        shapes = [word_shape(rows, *self.plan.shape.matrix(matrix)) for matrix in MATRICES]
+        sizes = [
+            sum(sizes) * self.plan.shape.layers / 1e6
+            for sizes in ([one.upload_bytes() for one in shapes], [one.download_bytes() for one in shapes])
+        ]
+        self._on_plan(
+            f"products ahead for {rows} rows: {sizes[0]:,.0f} MB up, {sizes[1]:,.0f} MB down "
+            f"({sum(sizes) / rows:,.1f} MB a row; more rows at a time cost less each)"
+        )
         for done, (layer, matrix) in enumerate(self._rows):
             inputs, outputs = self.plan.shape.matrix(matrix)
             shape = word_shape(rows, inputs, outputs)
@@ -186,8 +210,8 @@ class PartySession:
                     break
             c = self._key.open(answers, shape)[:rows]
             self._rows[layer, matrix].extend(zip(r, c, strict=True))
-            if progress is not None:
-                progress(done + 1, len(self._rows))
+            if self._on_provision is not None:
+                self._on_provision(done + 1, len(self._rows))
         self.spent.ahead_s += time.perf_counter() - start
         self._phase = "online"
 
@@ -237,7 +261,10 @@ class PartySession:
         check_rows(rows)
         most = min(nb.LONGEST, self.plan.shape.positions)
         if len(kept) + len(rows) > nb.LONGEST:
-            raise LimitError(f"{len(kept) + len(rows)} rows: the cache of a session has {nb.LONGEST}")
+            raise LimitError(
+                f"{len(kept) + len(rows)} tokens: profile two-party takes {nb.LONGEST}, of all prompts of a batch and "
+                "their answers: shorten them, or send fewer"
+            )
         last = len(kept) + len(rows) - 1 if sight is None else int(sight.positions.max(initial=0))
         if last >= most:
             raise LimitError(f"position {last}: profile two-party has {most} of this model")
@@ -245,8 +272,8 @@ class PartySession:
         spans = [range(start, min(start + MOST_ROWS, len(rows))) for start in range(0, len(rows), MOST_ROWS)]
         if any(np.isin(wanted, span).sum() > self.opened for span in spans):
             raise RangeError(
-                f"the provider opens the {'tokens' if self.opens_tokens else 'hidden states'} of {self.opened} rows of "
-                f"{MOST_ROWS} at most: ask for fewer, such as by logits_to_keep"
+                f"this provider opens at most {self.opened} of the rows that are sent together: speculation, beams, "
+                "batches, and logits of a whole prompt need more"
             )
         if self.plan.shape.kind.centred:
             rows = rows - rows.mean(axis=1, keepdims=True)
@@ -262,7 +289,7 @@ class PartySession:
                         sight.visible[span.start : span.stop, : len(kept) + span.stop],
                     )
                 while self.masks_left < len(some):
-                    self.provision(BLOCK_ROWS)
+                    self.provision(min(max(BLOCK_ROWS, self._next_row), MOST_BLOCK))
                 opening = wanted[np.isin(wanted, span)]
                 with self._turn_of_one():
                     out[opening], outside = self._pass(some, counters, seen, opening - span.start)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias
 
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.server.calls import Call
 from sordino.server.twoparty.session import PartySession, StreamLink, TwoPartyModel
-from sordino.shared.errors import LimitError, ProtocolError, SessionLostError, TransportError
+from sordino.shared.errors import AuthError, LimitError, ProtocolError, SessionLostError, TransportError
 from sordino.shared.twoparty.dealt import Dealt
 from sordino.shared.twoparty.source import Dealer, PassSource
 
+log = logging.getLogger(__name__)
 InThread: TypeAlias = Callable[..., Awaitable[Any]]
 
 # Answers that have not gone out. Parties of a pass are never more than two messages apart.
@@ -44,7 +46,13 @@ async def compute(
     passes: list[asyncio.Future[None]] = []
 
     def join() -> None:
-        joined.append(Dealt.joined(dealer, first.session.session, model.fingerprint, model.plan))
+        try:
+            joined.append(Dealt.joined(dealer, first.session.session, model.fingerprint, model.plan))
+        except SessionLostError:
+            raise
+        except (TransportError, AuthError) as error:
+            log.error("no session of profile two-party: %s", error)
+            raise TransportError("this server cannot use its dealer: tell its provider, whose log says why") from None
 
     async def leave() -> None:
         for dealing in joined:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,6 +56,7 @@ class Dealer:
 
     def __init__(self, target: str, ca: Path | None, token: str, check: Callable[[], None] = lambda: None) -> None:
         self.check = check
+        self._target = target
         self._metadata = authorization(token)
         self._channel = open_channel(target, ca, _MAX_PART_BYTES, DEFAULT_DEALER_PORT)
         self._stub = pb_grpc.DealerStub(self._channel)
@@ -77,6 +79,22 @@ class Dealer:
         request = pb.JoinRequest(session=session, fingerprint=fingerprint, plan=plan.to_json())
         key: bytes = self._call(self._stub.Join, request).key
         return key
+
+    def greet(self, fingerprint: str, plan: Plan) -> None:
+        """Whether it is there and knows this token, a server's.
+
+        Raises:
+            SordinoError: it is not, or does not.
+        """
+        with suppress(SessionLostError):  # of the name of no session
+            self.join(bytes(16), fingerprint, plan)
+
+    def error_of(self, call: Any) -> SordinoError:
+        """The error that a failed call stands for; its text names the dealer."""
+        error: SordinoError = error_of(call, "dealer", "--dealer-ca")
+        if call.code() is grpc.StatusCode.NOT_FOUND and ERROR_KEY in dict(call.trailing_metadata() or ()):
+            return SessionLostError(call.details() or "")
+        return type(error)(f"the dealer at {self._target}: {error}")
 
     def stream(
         self,
@@ -108,7 +126,7 @@ class Dealer:
         try:
             return method(request, metadata=self._metadata, timeout=_CALL_S)
         except grpc.RpcError as error:
-            raise _error(error) from None
+            raise self.error_of(error) from None
 
     def close(self) -> None:
         self._channel.close()
@@ -131,26 +149,16 @@ def _asking(wanted: pb.Pass) -> pb.DealRequest:
     return request
 
 
-def _wait_until_open(call: Any, timeout_s: float) -> None:
-    """
-    Raises:
-        SordinoError: the dealer refuses the session, or cannot be reached.
-    """
+def _is_open(call: Any, timeout_s: float) -> bool:
+    """Waits for the dealer to accept a session's stream; False if it refuses it, or cannot be reached."""
     late = threading.Timer(timeout_s, call.cancel)
     late.daemon = True
     late.start()
     try:
         # The dealer sends it before any part; a call that is refused comes to an end without.
-        if OPENED_KEY not in dict(call.initial_metadata() or ()):
-            raise _error(call)
+        return OPENED_KEY in dict(call.initial_metadata() or ())
     finally:
         late.cancel()
-
-
-def _error(call: Any) -> SordinoError:
-    if call.code() is grpc.StatusCode.NOT_FOUND and ERROR_KEY in dict(call.trailing_metadata() or ()):
-        return SessionLostError(call.details() or "")
-    return error_of(call)
 
 
 class _Bytes:
@@ -370,7 +378,7 @@ class DealerStream:
                         self._put(part)
                     raise TransportError("the dealer ended the stream")
                 except grpc.RpcError as error:
-                    failed = _error(error)
+                    failed = self._dealer.error_of(error)
                     if isinstance(failed, ProtocolError) and self._asked and self._asked[0].again:
                         raise self._broken() from None  # it had begun, and nothing of it came
                     if not isinstance(failed, TransportError) or isinstance(failed, _FINAL):
@@ -403,7 +411,7 @@ class DealerStream:
         Raises:
             SordinoError: it cannot be opened, or it broke in mid-pass.
         """
-        until = time.monotonic() + self._retry_s
+        until, said = time.monotonic() + self._retry_s, False
         with self.changed:
             self._call = None
             self._requests.put(None)
@@ -412,13 +420,17 @@ class DealerStream:
                 self._requests = queue.SimpleQueue()
                 self._opening = self._dealer.call(self._session, self._requests)
             try:
-                _wait_until_open(self._opening, max(1.0, until - time.monotonic()))
+                if not _is_open(self._opening, max(1.0, until - time.monotonic())):
+                    raise self._dealer.error_of(self._opening)
             except TransportError as error:
                 self._requests.put(None)
                 if isinstance(error, _FINAL):
                     raise
                 if time.monotonic() >= until:
                     raise TransportError(f"the dealer cannot be reached for {self._retry_s:g} s: {error}") from None
+                if not said:
+                    said = True
+                    log.warning("the dealer is away, trying for up to %g s: %s", self._retry_s, error)
                 self._dealer.wait_for_connection(_PROBE_S)
                 time.sleep(_RETRY_PAUSE_S)
                 continue
