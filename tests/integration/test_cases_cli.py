@@ -7,11 +7,13 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +25,10 @@ from rich.console import Console
 from tokenizers.processors import TemplateProcessing
 
 from sordino.client import Connected, cli, connect, terminal
+from sordino.client.answers import Piece
 from sordino.client.cli import encode_prompt
 from sordino.client.options import Options
+from sordino.client.twoparty.connect import MOST_AHEAD
 from sordino.server.split import split_model
 from sordino.shared.cli import main
 from sordino.shared.errors import RangeError
@@ -394,6 +398,100 @@ def test_libraries_draw_no_bars_into_a_log(sordino: Run, monkeypatch: pytest.Mon
     bar = "from transformers.utils.logging import tqdm; print(sum(tqdm(range(3))))"
     done = subprocess.run([sys.executable, "-c", bar], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("3\n", "")
+
+
+# -- profile two-party -------------------------------------------------------------------------------------------------
+
+_WITHOUT_A_MODEL = """
+import sys
+from sordino.shared.cli import main
+sys.argv[0] = "sordino"
+try:
+    main()
+finally:
+    print("imported" if {"torch", "transformers"} & set(sys.modules) else "light")
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (
+            ("--protocol", "rlwe", "--attention=rlwe", "--pool", "x", "--seal", "--batch", "65"),
+            1,
+            "error: RangeError: profile two-party takes no --pool, --seal, --batch, --protocol, --attention: leave out",
+        ),
+        (("--protocol", "masked"), 1, "profile two-party takes no --protocol:"),  # it is the default, too
+        (("--ahead", "5000"), 2, "'--ahead'"),
+        ((), 1, "AuthError: profile two-party needs a dealer that both sides trust: --dealer and --dealer-token-file"),
+        (("--dealer", "grpcs://localhost:9"), 1, "trust: --dealer-token-file (or SORDINO_DEALER_TOKEN) is missing"),
+        (("--dealer", "localhost:9", "--dealer-token-file", "{token}"), 1, "of the dealer: target 'localhost:9'"),
+        (
+            ("--dealer", "grpcs://localhost:9", "--dealer-token-file", "{token}", "--dealer-ca", "nowhere.pem"),
+            1,
+            "error: TransportError: of the dealer: the CA file nowhere.pem cannot be read: No such file",
+        ),
+    ],
+    ids=["other profile's", "a default", "ahead", "no dealer", "no token", "address", "no CA"],
+)
+def test_what_two_party_cannot_do_is_said_at_once(
+    tmp_path: Path, arguments: tuple[str, ...], code: int, text: str
+) -> None:
+    """In one line, before libraries are loaded, which takes seconds; nothing listens there."""
+    (tmp_path / "token").write_text("sord_x")
+    given = [part.format(token=tmp_path / "token") for part in arguments]
+    command = ["generate", "hello", "--server", "grpc://127.0.0.1:9", "--wait", "0", "--profile", "two-party", *given]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SORDINO_")}
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_A_MODEL, *command],
+        capture_output=True,
+        text=True,
+        env=environment | {"COLUMNS": "300"},
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (code, "light\n"), done.stderr
+    assert text in done.stderr
+    assert code == 2 or len(done.stderr.splitlines()) == 1
+
+
+def test_a_dealer_is_for_profile_two_party(gpt2: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who names one thinks that it is used; in the environment it may be for other calls."""
+    outcome = run(gpt2, "hello", "--dealer", "grpcs://localhost:9", "--ahead", "8")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.err.splitlines() == [
+        "error: RangeError: profile client-aided takes no --dealer, --ahead: leave out, or ask for --profile two-party"
+    ]
+    monkeypatch.setenv("SORDINO_DEALER", "grpcs://localhost:9")
+    assert run(gpt2, "hello", "--max-new-tokens", "2").code == 0
+
+
+def test_most_rows_ahead_are_those_of_the_profile() -> None:
+    assert cli._MOST_AHEAD == MOST_AHEAD
+
+
+def _interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _fail() -> None:
+    raise RangeError("in the middle")
+
+
+@pytest.mark.parametrize(("event", "code", "err"), [(_interrupt, 130, ""), (_fail, 1, "error: RangeError: in the")])
+def test_an_answer_that_breaks_off_ends_its_line(
+    gpt2: str, run: Run, monkeypatch: pytest.MonkeyPatch, event: Callable[[], None], code: int, err: str
+) -> None:
+    """What is said of it is not glued to its text, at a terminal where both are shown."""
+
+    class Breaking(terminal.Screen):
+        def show(self, piece: Piece) -> None:
+            super().show(replace(piece, text="half a"))
+            event()
+
+    monkeypatch.setattr(cli, "Screen", Breaking)
+    outcome = run(gpt2, "hello", "--max-new-tokens", "9", "--temperature", "0")
+    assert (outcome.code, outcome.out) == (code, "half a\n")
+    assert err in outcome.err.splitlines()[-1]
 
 
 # -- provision and bench -----------------------------------------------------------------------------------------------

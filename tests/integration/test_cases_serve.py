@@ -121,6 +121,67 @@ def test_options_that_cannot_work(
     refused(run("serve", bundles("llama"), *options), text, tmp_path / "state")
 
 
+@pytest.mark.parametrize(
+    ("options", "token", "text"),
+    [
+        (
+            ("--dealer", "grpcs://localhost:9", "--dealer-ca", "nowhere.pem"),
+            "x",
+            "the CA file nowhere.pem cannot be read",
+        ),
+        (("--dealer", "localhost:9"), "x", "of the dealer: target 'localhost:9' is not of the form"),
+        (("--dealer", "grpc://example.org:9"), "x", "of the dealer: grpc:// (no TLS) is for loopback only"),
+        (("--dealer", "grpcs://localhost:9"), "", "of the dealer: the token is empty"),
+        (
+            ("--dealer", "grpcs://localhost:9", "--tensor-parallel", "2", "--dealer-ca", "nowhere.pem"),
+            "x",
+            "nowhere.pem",
+        ),
+    ],
+)
+def test_a_dealer_that_cannot_be_is_refused_at_once(
+    run: Run, tmp_path: Path, options: tuple[str, ...], token: str, text: str
+) -> None:
+    """Before the bundle, which is not there, is looked at."""
+    file = tmp_path / "dealer-token"
+    file.write_text(token)
+    refused(run("serve", tmp_path / "nothing", *options, "--dealer-token-file", file), text, tmp_path / "state")
+
+
+def test_files_of_a_dealer_are_where_every_node_finds_them(
+    bundles: Callable[..., Path], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("token").write_text("x")
+    outcome = run(
+        "serve", bundles("llama"), "--engine", "ray", "--dealer", "grpcs://localhost:9", "--dealer-token-file", "token"
+    )
+    refused(outcome, "token is a path of this folder alone", tmp_path / "state")
+
+
+def test_who_offers_two_party_says_how_to_ask(
+    bundles: Callable[..., Path], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dealer's files are the user's own, so they are not named."""
+    file, ca = tmp_path / "dealer-token", tmp_path / "dealer"
+    file.write_text("x")
+    ca.mkdir()
+    make_certificates(ca, None)
+    monkeypatch.setattr(app, "serve", lambda config, *, ready: ready(4242))
+    plain = run("serve", bundles("llama"))
+    assert "two-party" not in plain.err
+    dealer = ("--dealer", "grpcs://localhost:9", "--dealer-token-file", file, "--opened-rows", "7")
+    own = run("serve", bundles("llama"), *dealer, "--dealer-ca", ca / "ca.pem")
+    assert "profile two-party, with the dealer grpcs://localhost:9: results of 7 rows" in own.err
+    asked = f"--server grpcs://localhost:4242 --ca {tmp_path}/state/ca.pem --token-file {tmp_path}/state/token"
+    for outcome, of_ca in ((own, " --dealer-ca FILE"), (run("serve", bundles("llama"), *dealer), "")):
+        assert f'try: sordino generate "Hello" {asked}\n' in outcome.err
+        assert (
+            f'sordino generate "Hello" {asked} --profile two-party --dealer grpcs://localhost:9{of_ca} '
+            "--dealer-token-file FILE\n"
+        ) in outcome.err
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_port_that_is_taken(bundles: Callable[..., Path], run: Run, tmp_path: Path, host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:

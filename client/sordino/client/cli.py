@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 _CHOICE: Final = "How tokens are chosen"
 _ROWS: Final = "How many rows travel, and what that shows"
 _SHARES: Final = "Profile two-party"
+_MOST_AHEAD: Final = 4096  # sordino.client.twoparty.connect takes seconds to import
+# Options of `sordino generate` that one profile has, and not the other.
+_OF_PROFILE: Final = {
+    "client-aided": ("pool", "seal", "batch", "protocol", "attention"),
+    "two-party": ("dealer", "dealer_ca", "dealer_token_file", "ahead"),
+}
 Fingerprint = Annotated[
     str | None, typer.Option(help="Refuse a server with any other split; `sordino serve` and `split` print it.")
 ]
@@ -31,7 +37,9 @@ Server = Annotated[
     ),
 ]
 Ca = Annotated[Path | None, typer.Option(help="CA of the server's certificate (PEM).", envvar="SORDINO_CA")]
-TokenFile = Annotated[Path | None, typer.Option(help="File with the token.", envvar="SORDINO_TOKEN_FILE")]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="File with the token; or set SORDINO_TOKEN to it.", envvar="SORDINO_TOKEN_FILE")
+]
 Pool = Annotated[Path | None, typer.Option(help="Folder of the mask pool; per model in your data folder by default.")]
 Batch = Annotated[int, typer.Option(help="Masks (tokens) made at a time, a multiple of 64.")]
 Seal = Annotated[
@@ -61,6 +69,7 @@ def add(app: typer.Typer) -> None:
 
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[
         str, typer.Argument(help="What to ask. All users of this machine can see it; '-' reads standard input.")
     ],
@@ -140,15 +149,24 @@ def generate(
     ] = None,
     dealer_token_file: Annotated[
         Path | None,
-        typer.Option(help="Your token there.", envvar="SORDINO_DEALER_TOKEN_FILE", rich_help_panel=_SHARES),
+        typer.Option(
+            help="File with your token there; or set SORDINO_DEALER_TOKEN to it.",
+            envvar="SORDINO_DEALER_TOKEN_FILE",
+            rich_help_panel=_SHARES,
+        ),
     ] = None,
     ahead: Annotated[
-        int, typer.Option(help="Rows for which products are made before the answer.", min=0, rich_help_panel=_SHARES)
+        int,
+        typer.Option(
+            help="Rows for which products are made before the answer.",
+            min=0,
+            max=_MOST_AHEAD,
+            rich_help_panel=_SHARES,
+        ),
     ] = 64,
 ) -> None:
     """Stream a private answer to the terminal."""
-    if profile not in ("client-aided", "two-party"):
-        raise RangeError(f"--profile is client-aided or two-party, not {profile}")
+    _check_profile(context, profile)
     text = _standard_input() if prompt == "-" else prompt
     check_text("the prompt", text)
     check_text("--system", system or "")
@@ -193,14 +211,19 @@ def generate(
             ids = inputs["input_ids"][0].tolist()
             console.print(f"prompt ids: {ids}", style="dim", highlight=False, markup=False, soft_wrap=True)
         before = _carried(link)
-        answers = generation.run()
+        try:
+            answers = generation.run()
+        except BaseException:  # Ctrl-C, too
+            screen.stop()
+            raise
         screen.end(answers)
         after = _carried(link)
         masks = link.session.masks_left
         console.print(
             f"[dim]{screen.summary()} · {(after[0] - before[0]) / 1e6:.1f} MB up · "
             f"{(after[1] - before[1]) / 1e6:.1f} MB down"
-            + (f" · {masks} masks left" if masks is not None and protocol in ("masked", "two-party") else "")
+            + (f" · {masks} masks left" if masks is not None and protocol == "masked" else "")
+            + (f" · {masks} rows ahead" if protocol == "two-party" else "")
             + (
                 " · masks made just in time (`sordino provision` makes them ahead)"
                 if protocol == "auto" and not masks
@@ -219,13 +242,33 @@ def generate(
             )
 
 
+def _check_profile(context: typer.Context, profile: str) -> None:
+    """
+    Raises:
+        RangeError: there is no such profile, or an option was given that means nothing in it. What the environment says
+            stands there for other calls, too.
+    """
+    if profile not in _OF_PROFILE:
+        raise RangeError(f"--profile is client-aided or two-party, not {profile}")
+    for other, names in _OF_PROFILE.items():
+        given = [
+            f"--{name.replace('_', '-')}"
+            for name in names
+            if other != profile and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        ]
+        if given:
+            raise RangeError(f"profile {profile} takes no {', '.join(given)}: leave out, or ask for --profile {other}")
+
+
 def _guide(engine: str, **said: Any) -> GuideSpec | None:
     """What an answer must match, by the one of the options that was given."""
-    from sordino.client.guide import GuideSpec
-
     given = {name: value for name, value in said.items() if value}
+    if not given:
+        return None
     if len(given) > 1:
         raise RangeError(f"an answer matches one of --{', --'.join(given).replace('_', '-')}, not all")
+    from sordino.client.guide import GuideSpec
+
     for kind, value in given.items():
         if not isinstance(value, Path):
             return GuideSpec(kind=cast("Any", kind), value=value, engine=cast("Any", engine))

@@ -26,7 +26,7 @@ from rich.progress import (
 )
 
 from sordino.client.chat import render
-from sordino.shared.errors import AuthError, BundleError, PoolSealedError, RangeError, printable
+from sordino.shared.errors import AuthError, BundleError, PoolSealedError, RangeError, TransportError, printable
 
 if TYPE_CHECKING:
     from sordino.client.answers import Answers, Piece
@@ -92,26 +92,43 @@ def shared(
     **more: Any,
 ) -> Iterator[TwoPartyConnected]:
     """:func:`sordino.client.twoparty.connect.connect` with progress bars; closes the session at the end."""
-    from sordino.client.twoparty.connect import connect
+    token, dealer_token = _token(token_file, "SORDINO_TOKEN"), _token(dealer_token_file, "SORDINO_DEALER_TOKEN")
+    if dealer is None or dealer_token is None:
+        given = {"--dealer": dealer, "--dealer-token-file (or SORDINO_DEALER_TOKEN)": dealer_token}
+        missing = " and ".join(name for name, value in given.items() if value is None)
+        raise AuthError(f"profile two-party needs a dealer that both sides trust: {missing} is missing")
+    _check_dealer(dealer, dealer_ca)
+    from sordino.client.twoparty.connect import connect  # takes seconds
 
-    dealer_token = _token(dealer_token_file, "SORDINO_DEALER_TOKEN")
-    if not dealer or not dealer_token:
-        raise AuthError("profile two-party needs a dealer that both sides trust: --dealer and --dealer-token-file")
-    with progress_bar("products ahead") as on_provision:
+    with progress_bar("rows ahead, matrix") as on_provision:
         with progress_bar("client bundle", DownloadColumn()) as on_bundle:
             link = connect(
                 server,
-                token=_token(token_file, "SORDINO_TOKEN"),
+                token=token,
                 ca=ca,
                 dealer=dealer,
                 dealer_ca=dealer_ca,
                 dealer_token=dealer_token,
                 on_bundle=on_bundle,
+                on_plan=lambda text: console.print(text, highlight=False),
                 on_provision=on_provision,
                 **more,
             )
         with link.session:
             yield link
+
+
+def _check_dealer(target: str, ca: Path | None) -> None:
+    """
+    Raises:
+        TransportError: no dealer can be reached so: a malformed address, or a CA file that is none.
+    """
+    from sordino.shared.transport import DEFAULT_MAX_MESSAGE_BYTES, open_channel
+
+    try:
+        open_channel(target, ca, DEFAULT_MAX_MESSAGE_BYTES).close()
+    except TransportError as error:
+        raise TransportError(f"of the dealer: {error}") from None
 
 
 def _token(file: Path | None, variable: str) -> str | None:
@@ -222,12 +239,20 @@ class Screen:
         self._start = time.perf_counter()
         self._times: list[float] = []
         self._tokens = 0
+        self._amid = False  # in a line
 
     def show(self, piece: Piece) -> None:
         """Whatever follows the first token of a pass came with it."""
         self._times += [time.perf_counter()] * len(piece.tokens)
-        if self._stream:
+        if self._stream and piece.text:
+            self._amid = not piece.text.endswith("\n")
             _write(piece.text)
+
+    def stop(self) -> None:
+        """Ends a line of an answer that goes no further: what is said of it stands in a line of its own."""
+        if self._amid:
+            self._amid = False
+            _write("\n")
 
     def end(self, answers: Answers) -> None:
         """The rest, once all is there."""

@@ -131,6 +131,7 @@ def serve(config: ServerConfig, *, ready: Callable[[int], None]) -> None:
         two_party = None
         if config.dealer is not None:
             dealer = stack.enter_context(Dealer(config.dealer.target, config.dealer.ca, config.dealer.token))
+            log.info("profile two-party: bounds of all layers come from their matrices, which takes a while")
             model = TwoPartyModel(store, config.limits.max_opened_rows, tokens=config.opens_tokens)
             if model.unproven:
                 log.warning(

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from sordino.shared.errors import AuthError, SordinoError, UnsupportedModelError
+from sordino.shared.errors import AuthError, SordinoError, TransportError, UnsupportedModelError
 from sordino.shared.logs import LogFormat, use_json
 
 if TYPE_CHECKING:
@@ -205,6 +205,7 @@ def serve(
     names = None if hostnames is None else [name.strip() for name in hostnames.split(",") if name.strip()]
     if (tls_cert is None) != (tls_key is None):
         raise SordinoError("--tls-cert and --tls-key belong together")
+    dealing = _dealer(dealer, dealer_ca, dealer_token_file)
     if engine == Engine.ray:
         from sordino.server.ray_engine import Fleet
 
@@ -228,7 +229,7 @@ def serve(
             bundle=bundle,
             state=state,
             certificate=tls_cert,
-            others=[path for path in (tls_key, kv_spill) if path],
+            others=[path for path in (tls_key, kv_spill, dealer_ca, dealer_token_file) if path],
             grace_s=grace,
         )
         _serve_over_ray(fleet, ray_address)
@@ -286,7 +287,7 @@ def serve(
             kv_spill=kv_spill,
             max_spill_bytes=kv_spill_mib << 20,
         ),
-        dealer=_dealer(dealer, dealer_ca, dealer_token_file),
+        dealer=dealing,
         opens_tokens=opens is Opens.chosen,
     )
     if ranked and os.environ[RANK] != "0":
@@ -308,17 +309,28 @@ def serve(
         where = f"{scheme}://{address.join(host, bound)}"
         console.print(f"serving on {escape(where)}" + ("  [bold red]protocol=clear allowed[/]" if allow_clear else ""))
         console.print(f"fingerprint {fingerprint}", highlight=False, soft_wrap=True)
+        if dealing:
+            console.print(
+                f"profile two-party, with the dealer {escape(dealing.target)}: results of {opened_rows} rows that are "
+                "sent together are opened at most",
+                highlight=False,
+                soft_wrap=True,
+            )
         if tls and not tls_cert:
             here = host in ("127.0.0.1", "localhost", "::1", "[::1]")
             # Whoever listens everywhere listens there.
             name = "localhost" if here or host in ("0.0.0.0", "::", "[::]") else host  # noqa: S104
             if not here:
                 console.print(f"clients elsewhere use a name in --hostnames, and a copy of {tls.ca}", soft_wrap=True)
-            console.print(
-                f'try: sordino generate "Hello" --server grpcs://{address.join(name, bound)} --ca {tls.ca} '
-                f"--token-file {state / 'token' if (state / 'token').exists() else 'FILE'}",
-                soft_wrap=True,
+            command = (
+                f'sordino generate "Hello" --server grpcs://{address.join(name, bound)} --ca {tls.ca} '
+                f"--token-file {state / 'token' if (state / 'token').exists() else 'FILE'}"
             )
+            console.print(f"try: {escape(command)}", soft_wrap=True)
+            if dealing:
+                own_ca = " --dealer-ca FILE" if dealing.ca else ""
+                command += f" --profile two-party --dealer {dealing.target}{own_ca} --dealer-token-file FILE"
+                console.print(f"or, on shares: {escape(command)}", soft_wrap=True)
         if port_file:
             replace(port_file, str(bound).encode(), 0o644)
 
@@ -326,7 +338,12 @@ def serve(
 
 
 def _dealer(target: str | None, ca: Path | None, token_file: Path | None) -> DealerAddress | None:
+    """
+    Raises:
+        SordinoError: half of it is missing, or no dealer can be reached so.
+    """
     from sordino.server.app import DealerAddress
+    from sordino.shared.transport import DEFAULT_MAX_MESSAGE_BYTES, authorization, open_channel
 
     if target is None:
         if ca or token_file:
@@ -339,6 +356,11 @@ def _dealer(target: str | None, ca: Path | None, token_file: Path | None) -> Dea
     except (OSError, ValueError) as error:  # the latter of a name with a NUL
         why = getattr(error, "strerror", None) or error
         raise AuthError(f"the token file {token_file} cannot be read: {why}") from error
+    try:
+        authorization(token)
+        open_channel(target, ca, DEFAULT_MAX_MESSAGE_BYTES).close()
+    except (AuthError, TransportError) as error:
+        raise type(error)(f"of the dealer: {error}") from None
     return DealerAddress(target, ca, token)
 
 

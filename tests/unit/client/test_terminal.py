@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 
 from sordino.client import terminal
+from sordino.client.answers import Piece
 from sordino.client.terminal import connected, encode_prompt, progress_bar, timed_streamer
 from sordino.shared.errors import AuthError, BundleError
 from sordino.shared.transport import error_of
@@ -120,6 +121,20 @@ def test_a_token_file_without_a_token(tmp_path: Path, content: bytes, text: str)
     (tmp_path / "token").write_bytes(content)
     with pytest.raises(AuthError, match=text), connected("grpc://127.0.0.1:9", ca=None, token_file=tmp_path / "token"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("texts", "shown"), [(["a", "b"], "ab\n"), (["a\n"], "a\n"), (["a", ""], "a\n"), ([], ""), (["a\n", "b"], "a\nb\n")]
+)
+def test_a_line_that_goes_no_further_is_ended_once(
+    capsys: pytest.CaptureFixture[str], texts: list[str], shown: str
+) -> None:
+    answer = terminal.Screen(stream=True)
+    for text in texts:
+        answer.show(Piece(0, text, (), None))
+    answer.stop()
+    answer.stop()
+    assert capsys.readouterr().out == shown
 
 
 # -- text of strangers -------------------------------------------------------------------------------------------------

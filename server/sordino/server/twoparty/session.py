@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Final
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
+from threadpoolctl import threadpool_limits
 
 from sordino.proto.v1 import dealer_pb2 as deal_pb
 from sordino.proto.v1 import sordino_pb2 as pb
@@ -103,11 +105,18 @@ class TwoPartyModel:
             except KeyError as error:
                 raise UnsupportedModelError(f"profile two-party needs {error} as a matrix of its own") from None
             self._matrices.append([WordMatrix(one, kernel) for one in weights])
-            limits, constants, grows = _layer(shape, tensors, prefix, [one.cpu().numpy() for one in weights])
-            sizes.append(Sizes.of(prefix, limits))
-            self._constants.append(constants)
-            if grows > MOST_GROWTH:
-                self.unproven.append(layer)
+
+        def bound(layer: int) -> tuple[Bounds, list[U64], float]:
+            weights = [one.weights.cpu().numpy() for one in self._matrices[layer]]
+            return _layer(shape, tensors, f"{shape.kind.prefix}{layer}.", weights)
+
+        # Threads of BLAS wait for each other by spinning, and where others want the cores a second becomes a minute.
+        with threadpool_limits(1, "blas"), ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for layer, (limits, constants, grows) in enumerate(pool.map(bound, range(shape.layers))):
+                sizes.append(Sizes.of(f"{shape.kind.prefix}{layer}.", limits))
+                self._constants.append(constants)
+                if grows > MOST_GROWTH:
+                    self.unproven.append(layer)
         self.fingerprint = store.manifest.fingerprint
         self.plan = Plan(shape, tuple(sizes), Choice.of(shape, tensors) if tokens else None)
         self.public = Model.of(self.plan, tensors)
