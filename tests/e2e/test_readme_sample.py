@@ -1,4 +1,4 @@
-"""The README's Python sample, as a reader would run it: fresh environments, lowest and newest transformers (slow)."""
+"""The README's Python samples, as a reader would run them: fresh environments, both ends of transformers (slow)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from pathlib import Path
 
 import pytest
 from stack import ServerProcess, connect_to
+from twoparty import DealerProcess, serve_with
 
 ROOT = Path(__file__).parents[2]
 PROMPT, TOKENS = "The capital of France is", 16
 
 
-def sample() -> str:
-    """The first block of Python in README.md."""
-    found = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert found, "README.md has no Python sample"
-    return found[1]
+def samples() -> list[str]:
+    """The blocks of Python in README.md: for the profile in which the client sees activations, and for the other."""
+    found = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(found) == 2, "README.md has other Python samples than those that are tested"
+    return found
 
 
 def ends_of_the_range() -> list[str]:
@@ -36,7 +37,7 @@ def ends_of_the_range() -> list[str]:
 
 def test_the_sample_needs_nothing_but_the_environment() -> None:
     """It compiles, connects, and reads its three variables."""
-    code = sample()
+    code = samples()[0]
     compile(code, "README.md", "exec")
     for name in ("SORDINO_SERVER", "SORDINO_CA", "SORDINO_TOKEN", "connect", "generate"):
         assert name in code
@@ -44,6 +45,21 @@ def test_the_sample_needs_nothing_but_the_environment() -> None:
 
 def test_the_sample_runs_here(server: ServerProcess, tmp_path: Path) -> None:
     assert run_sample(Path(sys.executable), server, tmp_path) == expected(server, tmp_path)
+
+
+def test_the_sample_of_profile_two_party_runs_here(bundles: Callable[..., Path], tmp_path: Path) -> None:
+    """In the folder where server and dealer were started, but for the ports."""
+    with (
+        DealerProcess(tmp_path / "dealing") as dealer,
+        serve_with(dealer, bundles("llama"), tmp_path / "serving", allow_clear=True) as server,
+    ):
+        code = samples()[1]
+        for port, given in ((50551, server.port), (50552, dealer.port)):
+            assert code.count(str(port)) == 1
+            code = code.replace(str(port), str(given))
+        for name, state in ((".sordino-server", server.state), (".sordino-dealer", dealer.state)):
+            (tmp_path / name).symlink_to(state)
+        assert run_sample(Path(sys.executable), server, tmp_path, code) == expected(server, tmp_path)
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["lowest", "newest"])
@@ -84,12 +100,12 @@ def clean() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
 
 
-def run_sample(python: Path, server: ServerProcess, tmp: Path) -> str:
+def run_sample(python: Path, server: ServerProcess, tmp: Path, code: str = "") -> str:
     homes = {name: str(tmp / name) for name in ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")}
     environment = {**clean(), **homes, "OMP_NUM_THREADS": "1"}
     environment |= {"SORDINO_SERVER": server.target, "SORDINO_CA": str(server.ca), "SORDINO_TOKEN": server.token}
     script = tmp / "sample.py"
-    script.write_text(sample())
+    script.write_text(code or samples()[0])
     done = subprocess.run(
         [str(python), str(script)], cwd=tmp, env=environment, capture_output=True, text=True, timeout=600
     )
