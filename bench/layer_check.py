@@ -220,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     if bad:
         sys.exit(f"error: the first that is off by more than {options.tolerance:g} is {bad}")
+    console.print(f"every layer is within {options.tolerance:g}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def test_figures_of_the_two_party_profile(bundles: Callable[..., Path], tmp_path
     assert entry["ahead_rows"] == CONTEXT + 1 + REPEATS
     assert entry["ahead_bytes"] > 0
     assert result["ratios"] == {}
+    assert not [note for note in result["notes"] if "_" in note or note.startswith("both")], "keys of the JSON file"
 
     # What the dealer sent is what the steps of this layer, and of the norm after it, take for one row.
     first_layers(bundles("llama"), tmp_path / "one", 1)

@@ -57,7 +57,7 @@ _START_S: Final = 120
 _WARM_UP: Final = 2
 _SERVER_S: Final = 0.05  # for the server to have all that the dealer sends it, when the client has all of its own
 _MORE_LAYERS: Final = 3  # of the longer model, to tell what a layer adds
-_COMPARED: Final = ("ms_p50", "bytes", "dealer_bytes", "rounds")
+_COMPARED: Final = {"ms_p50": "ms", "bytes": "MB", "dealer_bytes": "dealer MB", "rounds": "rounds"}  # and its name
 
 
 def run_block(
@@ -111,6 +111,7 @@ def run_block(
         "ratios": _ratios(results) if len(results) > 1 else {},
         "notes": [
             "three processes with TLS on loopback, one thread for each party's products; bytes are payloads, both ways",
+            "the dealer is done before a pass begins: its time is not in that of the pass",
             *(_NOTES if "mpc" in results else ()),
         ],
     }
@@ -122,10 +123,9 @@ def run_block(
 
 _NOTES: Final = (
     "mpc: a block is what one more layer adds to a pass",
-    f"mpc: whole_pass has one layer, {LAST_NORM_ROUNDS} rounds of the last norm, and the opening of the result",
-    "both: the dealer is done before a pass begins, in dealer_ms_p50",
+    f"mpc: a whole pass has one layer, {LAST_NORM_ROUNDS} rounds of the last norm, and the opening of the result",
     "mpc: after each pass the cache is cropped, so that every pass sees the same rows",
-    "mpc: ahead_ is of the encrypted products that a row needs, made in one block of ahead_rows rows",
+    "mpc: ahead are the encrypted products that a row needs, made for all passes at once",
     "mpc: what comes out is divided by its root mean square; errors are of its product with that of float64",
 )
 
@@ -419,7 +419,7 @@ def _show(result: dict[str, Any], console: Console) -> None:
                 table.add_row(name, *_cells(row))
     console.print(table)
     for pair, ratios in result["ratios"].items():
-        shown = ", ".join(f"{key} {ratio:,.1f}" for key, ratio in ratios.items())
+        shown = ", ".join(f"{_COMPARED[key]} {ratio:,.1f}" for key, ratio in ratios.items())
         console.print(f"{pair}: {shown}", highlight=False)
     for note in result["notes"]:
         console.print(note, style="dim", highlight=False)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import typer
 from rich.console import Console
@@ -35,6 +35,37 @@ if TYPE_CHECKING:
 
 console = Console(stderr=True)
 _screen = threading.Lock()  # of the one live display that a terminal has
+
+
+class _Output:
+    """Standard output, with a line of an answer that may go on."""
+
+    def __init__(self) -> None:
+        self._amid = False
+
+    def write(self, text: str) -> None:
+        if text:
+            self._amid = not text.endswith("\n")
+        # The weights are a stranger's, and a terminal obeys control sequences.
+        sys.stdout.write(printable(text, keep="\n\t"))
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        if self._amid:
+            self.write("\n")
+
+    def make_room(self) -> None:
+        """For what is shown beside it, which else would overwrite the line at a terminal."""
+        if self._amid and console.is_terminal and sys.stdout.isatty():
+            self.end_line()
+
+
+_output: Final = _Output()
+
+
+def _tell(text: str) -> None:
+    _output.make_room()
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -72,8 +103,8 @@ def connected(
                 protocol=cast("ProtocolName", protocol),
                 on_bundle=on_bundle,
                 on_provision=on_provision,
-                on_plan=lambda text: console.print(text, highlight=False),
-                on_notice=lambda text: console.print(f"[yellow]{escape(text)}[/]"),
+                on_plan=_tell,
+                on_notice=lambda text: _tell(f"[yellow]{escape(text)}[/]"),
                 **more,
             )
         with link.session:
@@ -110,7 +141,7 @@ def shared(
                 dealer_ca=dealer_ca,
                 dealer_token=dealer_token,
                 on_bundle=on_bundle,
-                on_plan=lambda text: console.print(text, highlight=False),
+                on_plan=_tell,
                 on_provision=on_provision,
                 **more,
             )
@@ -161,6 +192,7 @@ def progress_bar(title: str, *columns: ProgressColumn) -> Iterator[Callable[[int
                     TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True
                 )
                 bars.add_task(title)
+                _output.make_room()
                 bars.start()
             bars.update(bars.task_ids[0], completed=done, total=total)
             if done >= total:
@@ -239,30 +271,26 @@ class Screen:
         self._start = time.perf_counter()
         self._times: list[float] = []
         self._tokens = 0
-        self._amid = False  # in a line
 
     def show(self, piece: Piece) -> None:
         """Whatever follows the first token of a pass came with it."""
         self._times += [time.perf_counter()] * len(piece.tokens)
-        if self._stream and piece.text:
-            self._amid = not piece.text.endswith("\n")
-            _write(piece.text)
+        if self._stream:
+            _output.write(piece.text)
 
     def stop(self) -> None:
-        """Ends a line of an answer that goes no further: what is said of it stands in a line of its own."""
-        if self._amid:
-            self._amid = False
-            _write("\n")
+        """For an answer that goes no further: what is said of it stands in a line of its own."""
+        _output.end_line()
 
     def end(self, answers: Answers) -> None:
         """The rest, once all is there."""
         self._tokens = sum(len(answer.tokens) for answer in answers.answers)
         if self._stream:
-            _write("\n")
+            _output.write("\n")
             return
         for number, answer in enumerate(answers.answers, 1):
             console.print(f"answer {number} of {len(answers.answers)}", style="dim", highlight=False)
-            _write(answer.text + "\n")
+            _output.write(answer.text + "\n")
 
     def summary(self) -> str:
         """One line: tokens, time to the first, and speed after it."""
@@ -271,12 +299,6 @@ class Screen:
         rate = (len(times) - 1) / seconds if seconds > 0 else float("nan")
         shown = f" · {rate:.1f} tokens/s" if len(times) > 1 else ""
         return f"{self._tokens} tokens · first after {times[0] - self._start:.2f} s{shown}"
-
-
-def _write(text: str) -> None:
-    # The weights are a stranger's, and a terminal obeys control sequences.
-    sys.stdout.write(printable(text, keep="\n\t"))
-    sys.stdout.flush()
 
 
 def timed_streamer(tokenizer: Any, *, silent: bool = False, on_first: Callable[[], None] | None = None) -> Any:

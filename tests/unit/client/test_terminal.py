@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,6 +135,27 @@ def test_a_line_that_goes_no_further_is_ended_once(
         answer.show(Piece(0, text, (), None))
     answer.stop()
     answer.stop()
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(("terminals", "shown"), [(True, "half\n of it\n"), (False, "half of it\n")])
+def test_what_comes_amid_an_answer_leaves_its_line_alone(
+    screen: Screen,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    terminals: bool,
+    shown: str,
+) -> None:
+    """A bar begins by erasing the line that it is in; a file has the text as it is."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminals)
+    answer = terminal.Screen(stream=True)
+    answer.show(Piece(0, "half", (), None))
+    with progress_bar("work") as report:
+        report(0, 2)
+        report(2, 2)
+    answer.show(Piece(0, " of it", (), None))
+    answer.stop()
+    assert "work" in screen.text
     assert capsys.readouterr().out == shown
 
 

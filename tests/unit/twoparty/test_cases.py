@@ -244,9 +244,12 @@ def test_the_command_names_the_first_layer_that_is_off(
     bundles: Callable[..., Path], bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["--bundle", str(bundle)])
-    assert "0 wires left the domain" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "0 wires left the domain" in out
+    assert out.splitlines()[-1] == "every layer is within 0.02"
     with pytest.raises(SystemExit, match="is layer 0, attention's input"):
         main(["--bundle", str(bundle), "--tolerance", "0"])
+    assert "within" not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="of Llamas alone"):
         main(["--bundle", str(bundles("gpt2"))])
 
