@@ -112,6 +112,9 @@ def test_what_can_run_is_run(bundles: Callable[..., Path], run: Run, tmp_path: P
         (("--port-file", "/"), "--port-file / is a folder"),
         (("--port-file", "nowhere/port"), "there is no folder nowhere"),
         (("--port-file", "/dev/null/port"), "there is no folder /dev/null"),
+        (("--opens", "token"), "--opens token belongs to --dealer"),
+        (("--dealer-ca", "x"), "--dealer-ca and --dealer-token-file belong to --dealer"),
+        (("--dealer", "grpcs://localhost:9"), "--dealer needs --dealer-token-file"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
@@ -172,7 +175,10 @@ def test_who_offers_two_party_says_how_to_ask(
     assert "two-party" not in plain.err
     dealer = ("--dealer", "grpcs://localhost:9", "--dealer-token-file", file, "--opened-rows", "7")
     own = run("serve", bundles("llama"), *dealer, "--dealer-ca", ca / "ca.pem")
-    assert "profile two-party, with the dealer grpcs://localhost:9: results of 7 rows" in own.err
+    told = "profile two-party, with the dealer grpcs://localhost:9: of the rows that are sent together, "
+    assert f"{told}hidden states of at most 7 are opened\n" in own.err
+    chosen = run("serve", bundles("llama"), *dealer, "--opens", "token")
+    assert f"{told}next tokens of at most 7 are opened\n" in chosen.err
     asked = f"--server grpcs://localhost:4242 --ca {tmp_path}/state/ca.pem --token-file {tmp_path}/state/token"
     for outcome, of_ca in ((own, " --dealer-ca FILE"), (run("serve", bundles("llama"), *dealer), "")):
         assert f'try: sordino generate "Hello" {asked}\n' in outcome.err

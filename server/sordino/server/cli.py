@@ -206,6 +206,8 @@ def serve(
     if (tls_cert is None) != (tls_key is None):
         raise SordinoError("--tls-cert and --tls-key belong together")
     dealing = _dealer(dealer, dealer_ca, dealer_token_file)
+    if opens is Opens.chosen and not dealing:
+        raise SordinoError("--opens token belongs to --dealer: only in profile two-party is anything opened")
     if engine == Engine.ray:
         from sordino.server.ray_engine import Fleet
 
@@ -311,8 +313,8 @@ def serve(
         console.print(f"fingerprint {fingerprint}", highlight=False, soft_wrap=True)
         if dealing:
             console.print(
-                f"profile two-party, with the dealer {escape(dealing.target)}: results of {opened_rows} rows that are "
-                "sent together are opened at most",
+                f"profile two-party, with the dealer {escape(dealing.target)}: of the rows that are sent together, "
+                f"{'next tokens' if opens is Opens.chosen else 'hidden states'} of at most {opened_rows} are opened",
                 highlight=False,
                 soft_wrap=True,
             )
