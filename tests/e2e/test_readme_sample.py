@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -47,8 +48,19 @@ def test_the_sample_runs_here(server: ServerProcess, tmp_path: Path) -> None:
     assert run_sample(Path(sys.executable), server, tmp_path) == expected(server, tmp_path)
 
 
-def test_the_sample_of_profile_two_party_runs_here(bundles: Callable[..., Path], tmp_path: Path) -> None:
+def shared_commands() -> list[list[str]]:
+    """Of the README's part on profile two-party, word by word: the dealer's, the server's and the client's."""
+    _, part = (ROOT / "README.md").read_text().split("## Neither side sees an activation")
+    found = re.search(r"^```\n(.*?)^```", part, re.DOTALL | re.MULTILINE)
+    assert found, "README.md does not say how to ask on shares"
+    lines = found[1].replace("\\\n", "").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))[0] == "sordino"]
+
+
+def test_commands_and_sample_of_profile_two_party_run_here(bundles: Callable[..., Path], tmp_path: Path) -> None:
     """In the folder where server and dealer were started, but for the ports."""
+    deal, serve, generate = shared_commands()
+    assert (deal[1:], serve[1:3], generate[1]) == (["deal"], ["serve", ".demo/bundle"], "generate")
     with (
         DealerProcess(tmp_path / "dealing") as dealer,
         serve_with(dealer, bundles("llama"), tmp_path / "serving", allow_clear=True) as server,
@@ -57,8 +69,17 @@ def test_the_sample_of_profile_two_party_runs_here(bundles: Callable[..., Path],
         for port, given in ((50551, server.port), (50552, dealer.port)):
             assert code.count(str(port)) == 1
             code = code.replace(str(port), str(given))
+            generate = [word.replace(f":{port}", f":{given}") for word in generate]
         for name, state in ((".sordino-server", server.state), (".sordino-dealer", dealer.state)):
             (tmp_path / name).symlink_to(state)
+        for word in serve[3:] + generate:
+            assert not word.startswith(".") or (tmp_path / word).is_file()
+        command = [str(Path(sys.executable).with_name("sordino")), *generate[1:], "--max-new-tokens", "4"]
+        homes = {"XDG_CACHE_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path)}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=clean() | homes, capture_output=True, text=True, timeout=120, check=True
+        )
+        assert re.search(r" · \d+ rows ahead\n$", done.stderr), done.stderr
         assert run_sample(Path(sys.executable), server, tmp_path, code) == expected(server, tmp_path)
 
 
