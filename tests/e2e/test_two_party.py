@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from stack import PROMPT, ServerProcess, connect_to
-from transformers import pipeline
+from transformers import StaticCache, pipeline
 from twoparty import DealerProcess, serve_with, share_with
 
 from sordino.client.answers import Generation
@@ -20,7 +23,9 @@ from sordino.client.options import Options
 from sordino.client.twoparty.connect import TwoPartyConnected
 from sordino.client.twoparty.session import MOST_ROWS
 from sordino.shared.errors import AuthError, LimitError, ProtocolError, RangeError, TransportError
+from sordino.shared.twoparty import numbers as nb
 from sordino.shared.twoparty.numbers import LONGEST
+from sordino.shared.twoparty.source import Dealer
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +143,70 @@ def test_a_mask_hides_tokens(shared: TwoPartyConnected, server: ServerProcess, t
     assert (plain - logits[0][0]).abs().max() > 0.2 * plain.abs().max(), "the mask does nothing"
 
 
+def test_a_prompt_goes_on_from_one_of_a_batch(shared: TwoPartyConnected, server: ServerProcess, tmp_path: Path) -> None:
+    """Of which the cache holds the other's rows too; the same for one of several answers, or a beam."""
+    clear = connect_to(server, tmp_path, protocol="clear")
+    ids, more = torch.tensor([[5, 9, 7, 3], [4, 8, 6, 2]]), torch.tensor([[7, 8]])
+    with clear.session, torch.no_grad():
+        first = shared.model(input_ids=ids, use_cache=True)
+        name = next(name for name in CACHE_NAMES if name in first)
+        first[name].batch_select_indices(torch.tensor([1]))
+        found = shared.model(input_ids=more, **{name: first[name]}).logits
+        right = clear.model(input_ids=torch.cat([ids[1:], more], 1)).logits[:, 4:]
+    assert (found - right).abs().max() < 0.05 * right.abs().max()
+
+
+def test_without_a_cache_each_token_takes_the_whole_prompt(
+    shared: TwoPartyConnected, server: ServerProcess, tmp_path: Path
+) -> None:
+    clear = connect_to(server, tmp_path, protocol="clear")
+    options: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "use_cache": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    with clear.session:
+        ids = torch.tensor([[50, 60, 70, 80]])
+        right, found = (link.model.generate(ids, **options) for link in (clear, shared))
+    for one, other in zip(right.logits, found.logits, strict=True):
+        assert (one - other).abs().max() < 0.05 * one.abs().max()
+
+
+def test_layers_alone_give_all_rows_whatever_was_asked_before(shared: TwoPartyConnected) -> None:
+    """Places are of one call of the whole model and of its thread; one that fails before its layers leaves none."""
+    inputs = shared.tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad():
+        shared.model(**inputs, logits_to_keep=1)
+        with pytest.raises(RangeError):
+            shared.model(input_ids=torch.zeros(1, 0, dtype=torch.long), logits_to_keep=1)
+        hidden = getattr(shared.model, shared.model.base_model_prefix)(**inputs).last_hidden_state
+        assert (hidden.abs().sum(-1) > 0).all()
+
+        def between(*_: Any) -> None:  # the call of the whole model and its layers' own
+            handle.remove()
+            assert other.submit(shared.model, **inputs, logits_to_keep=1).result().logits.shape[1] == 1
+
+        handle = shared.model.get_input_embeddings().register_forward_hook(between)
+        with ThreadPoolExecutor(1) as other:
+            found = shared.model(**inputs).logits
+        right = shared.model(**inputs).logits
+    assert (found - right).abs().max() < 0.05 * right.abs().max()
+
+
+def test_ctrl_c_at_the_dealers_door_waits_until_grpc_is_left(
+    server: ServerProcess, dealer: DealerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, left = Dealer.begin, list[bool]()
+
+    def interrupted(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        answer = begin(*arguments)
+        left.append(True)
+        return answer
+
+    monkeypatch.setattr(Dealer, "begin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        share_with(server, dealer, tmp_path)
+    assert left
+
+
 def test_no_more_is_opened_than_logits_are_kept(shared: TwoPartyConnected) -> None:
     """The share of a row's hidden state is what comes last, by one message."""
     inputs = shared.tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
@@ -177,6 +246,18 @@ def test_one_answer_has_the_next_token_dealt_ahead(shared: TwoPartyConnected) ->
 def test_what_it_cannot_do_is_said(shared: TwoPartyConnected, ids: Any, mask: Any, text: str) -> None:
     with pytest.raises(RangeError, match=text):
         shared.model(input_ids=ids, attention_mask=mask)
+    three = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        first = shared.model(input_ids=three, attention_mask=torch.tensor([[0, 1, 1]]), use_cache=True)
+        name = next(name for name in CACHE_NAMES if name in first)
+        with pytest.raises(RangeError, match="padding when it was cached"):
+            shared.model(input_ids=three[:, :1], **{name: first[name]})
+        with pytest.raises(LimitError, match="positions -1 to 2"):
+            shared.model(input_ids=three, position_ids=torch.tensor([[-1, 0, 2]]))
+        with pytest.raises(RangeError, match="they are shares"):
+            shared.model(input_ids=three, output_hidden_states=True)
+        with pytest.raises(RangeError, match="not a StaticCache"):
+            shared.model(input_ids=three, **{name: StaticCache(shared.model.config, 8)})
     assert ask(shared, 2), "and the session goes on"
 
 
@@ -240,6 +321,21 @@ def test_products_that_run_out_are_made_and_told(server: ServerProcess, dealer: 
         assert turns == [(done + 1, total) for done in range(total)] * 3
         megabytes = [float(word.replace(",", "")) for word in re.findall(r"([\d,]+) MB up", " ".join(plans))]
         assert abs(sum(megabytes) - session.spent.ahead_sent / 1e6) < 2
+
+
+def test_a_cache_may_be_filled_to_its_end(shared: TwoPartyConnected, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then another prompt begins with an empty one: what is asked for ahead is no more than a cache can have."""
+    monkeypatch.setattr(nb, "LONGEST", 24)
+    session, d = shared.session, shared.session.plan.shape.d
+    _, kept = session.forward(np.zeros((22, d)), [], opened=[])
+    for left in (1, 0):
+        _, new = session.forward(np.zeros((1, d)), kept)
+        kept += new
+        assert (session._ahead is not None) == bool(left), "no pass that the dealer would refuse"
+    with pytest.raises(LimitError, match="shorten"):
+        session.forward(np.zeros((1, d)), kept)
+    monkeypatch.undo()
+    assert ask(shared, 2)
 
 
 def test_answers_end_where_the_profile_does(shared: TwoPartyConnected) -> None:

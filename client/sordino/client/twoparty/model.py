@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +31,8 @@ _CACHE: Final = next(
 I64 = NDArray[np.int64]
 Bool = NDArray[np.bool_]
 
+# The places of a call for which logits are wanted, from the whole model to its layers; of each thread.
+_WANTED: Final[ContextVar[slice | I64]] = ContextVar("wanted", default=slice(None))
 _PADDING: Final = -1  # in the place of the counter of a row that was not sent
 _TOP_K: Final = 50  # of transformers, where nobody asks for another: passed over
 _PLACES: Final = "wpe"
@@ -53,7 +56,6 @@ class PartyLayers(nn.Module):
                 self._embeddings[name] = embedding
                 self.add_module(name, embedding)
         self._session = session
-        self._wanted: slice | I64 = slice(None)
 
     def forward(
         self,
@@ -61,20 +63,27 @@ class PartyLayers(nn.Module):
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        use_cache: bool | None = None,
         **options: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """
         Raises:
-            RangeError: a prompt is empty, or a mask is of another shape. LimitError: more positions than the model has.
-            SordinoError: see :meth:`PartySession.forward`.
+            RangeError: a prompt is empty, or a mask is of another shape, or shows a token that was padding when it was
+                cached; hidden states of layers are asked for, or another kind of cache is given.
+            LimitError: positions that the model has not. SordinoError: see :meth:`PartySession.forward`.
         """
+        wanted = _WANTED.get()
+        _WANTED.set(slice(None))
+        if any(options.get(name) for name in ("output_hidden_states", "output_attentions")):
+            raise RangeError("states of layers and attention are nowhere in profile two-party: they are shares")
         if inputs_embeds is None and input_ids is not None:
             inputs_embeds = next(iter(self._embeddings.values()))(input_ids)
         if inputs_embeds is None:
             raise RangeError("neither token ids nor embedded rows: nothing was sent")
-        cache = options.get(_CACHE)
-        if cache is None:
-            cache = DynamicCache()
+        given = options.get(_CACHE)
+        cache = DynamicCache() if given is None else given
+        if not isinstance(cache, DynamicCache):
+            raise RangeError(f"profile two-party takes a DynamicCache, not a {type(cache).__name__}")
         batch, new, past = *inputs_embeds.shape[:2], cache.get_seq_length()
         if not batch * new:
             raise RangeError("the prompt is empty: nothing was sent")
@@ -89,10 +98,11 @@ class PartyLayers(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(past, past + new)[None]
         positions = position_ids.cpu().expand(batch, new)
+        most = self._session.plan.shape.positions
+        first, last = int(positions.min()), int(positions.max())
+        if not 0 <= first <= last < most:
+            raise LimitError(f"positions {first} to {last}: this model has 0 to {most - 1}")
         if _PLACES in self._embeddings:
-            most = self._session.plan.shape.positions
-            if int(positions.max()) >= most:
-                raise LimitError(f"position {int(positions.max())}: this model has {most}")
             inputs_embeds = inputs_embeds + self._embeddings[_PLACES](positions.to(inputs_embeds.device))
         embedded = inputs_embeds.detach().to(device="cpu", dtype=torch.float64).numpy()
         hidden = np.full((batch, new, 1), NO_TOKEN) if self._session.opens_tokens else np.zeros_like(embedded)
@@ -104,9 +114,11 @@ class PartyLayers(nn.Module):
         if len(rows):
             kept = _beginning(self._session.cached, int(counters.max()))
             sight = None
-            if batch > 1 or not bool(shown.all()) or not np.array_equal(positions[0], np.arange(past, past + new)):
+            # Without it a row sees all that is kept, and its place there is its position.
+            plain = batch == 1 and bool(shown.all()) and counters[0, :past].tolist() == kept
+            if not (plain and np.array_equal(positions[0], np.arange(past, past + new))):
                 sight = _sight(counters, shown.numpy(), kept, rows, places, positions.numpy())
-            opened = np.flatnonzero(np.isin(places, np.arange(new)[self._wanted])).tolist()
+            opened = np.flatnonzero(np.isin(places, np.arange(new)[wanted])).tolist()
             found, taken = self._session.forward(embedded[rows, places], kept, sight, opened)
             hidden[rows, places] = found
             counters[rows, past + places] = taken
@@ -114,12 +126,19 @@ class PartyLayers(nn.Module):
         cache.update(stored, stored, 0)
         out = torch.from_numpy(hidden).to(inputs_embeds.device)
         out = out if self._session.opens_tokens else out.to(inputs_embeds.dtype)
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=out, **{_CACHE: cache})
+        left = None if given is None and use_cache is False else cache
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=out, **{_CACHE: left})
 
-    def want(self, _: nn.Module, __: Any, options: dict[str, Any]) -> None:
-        """A hook of the whole model: of which places logits will be made, of a call that comes."""
-        kept = options.get("logits_to_keep", 0)
-        self._wanted = slice(-kept, None) if isinstance(kept, int) else kept.cpu().numpy()
+
+def _want(_: nn.Module, __: Any, options: dict[str, Any]) -> None:
+    """A hook before a whole model's call: for which places it will make logits."""
+    kept = options.get("logits_to_keep", 0)
+    _WANTED.set(slice(-kept, None) if isinstance(kept, int) else kept.cpu().numpy())
+
+
+def _want_all(*_: Any) -> None:
+    """A hook after it, however it ended."""
+    _WANTED.set(slice(None))
 
 
 class ChosenHead(nn.Module):
@@ -183,13 +202,15 @@ def _sight(counters: I64, shown: Bool, kept: list[int], rows: I64, places: I64, 
         rows, places: of each new row, its prompt and its place among the new ones. positions: ``[batch, new]``.
 
     Raises:
-        ProtocolError: a row of the cache is gone.
+        RangeError: a token is shown that was padding when it was cached. ProtocolError: a row of the cache is gone.
     """
     past, of_cache = counters.shape[1] - positions.shape[1], {counter: place for place, counter in enumerate(kept)}
     visible = np.zeros((len(rows), len(kept) + len(rows)), bool)
     for prompt in range(len(counters)):
         own = rows == prompt
-        before = counters[prompt, :past][shown[prompt, :past] & (counters[prompt, :past] != _PADDING)].tolist()
+        before = counters[prompt, :past][shown[prompt, :past]].tolist()
+        if _PADDING in before:
+            raise RangeError("the mask shows a token that was padding when it was cached, and so was never sent")
         if any(counter not in of_cache for counter in before):
             raise ProtocolError("the cache's rows are gone, another prompt came since: begin with an empty one")
         visible[np.ix_(own, [of_cache[counter] for counter in before])] = True
@@ -212,7 +233,8 @@ def use_shares(model: PreTrainedModel, session: PartySession) -> None:
     setattr(model, model.base_model_prefix, layers)
     if hasattr(model.config, "max_position_embeddings"):  # where answers end, and prompts are refused
         model.config.max_position_embeddings = min(model.config.max_position_embeddings, LONGEST)
-    model.register_forward_pre_hook(layers.want, with_kwargs=True)
+    model.register_forward_pre_hook(_want, with_kwargs=True)
+    model.register_forward_hook(_want_all, always_call=True)
     if session.plan.choice is not None:
         model.set_output_embeddings(ChosenHead(session.plan.choice.tokens))
         _draw_on_shares(model, session)

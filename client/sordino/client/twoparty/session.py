@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from queue import SimpleQueue
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from sordino.shared.errors import (
     SessionLostError,
     TransportError,
 )
+from sordino.shared.transport import error_of
 from sordino.shared.twoparty import numbers as nb
 from sordino.shared.twoparty.amounts import pass_bytes
 from sordino.shared.twoparty.dealt import Dealt
@@ -125,9 +126,11 @@ class PartySession:
         self._held.callback(dealer.close)
         self.spent = Spent()
         self.sends_padding = False  # as rows: so it hides no length
-        self._call: Call[pb.ComputeResponse] = connection.open_compute(iter(self._outgoing.get, None))
+        with interrupts:  # in one of gRPC's locks a KeyboardInterrupt would hang its channel, here and in what follows
+            self._call: Call[pb.ComputeResponse] = connection.open_compute(iter(self._outgoing.get, None))
         try:
-            self._open(dealer, tensors)
+            with interrupts:
+                self._open(dealer, tensors)
         except BaseException:
             self.close()
             raise
@@ -151,7 +154,8 @@ class PartySession:
         self._model = Model.of(self.plan, tensors)
         last = tensors.get(f"{self.plan.shape.kind.last}.bias")
         self._last_bias: F64 = np.zeros(1) if last is None else last.astype(np.float64)
-        self._dealing = Dealt.begun(dealer, fingerprint, self.plan)
+        dealer.check = self._check
+        self._dealing = Dealt.begun(dealer, fingerprint, self.plan, self._connection.timeout_s)
         self._held.callback(self._dealing.close)
         self._key = WordKey(parallel=(os.cpu_count() or 1) > 1)
         session = pb.PartySession(
@@ -324,6 +328,7 @@ class PartySession:
         if choice is not None and head is not None:
             shown = choose(party, choice, head, shown, self._temperature)[:, None] if tokens else shown[:, :1]
         theirs = party.receive(1 + shown.size)
+        source.finish()
         self._add(party.count, time.perf_counter() - start)
         words, left = shown + theirs[1:].reshape(shown.shape), int((outside + theirs[:1])[0])
         if choice is not None:
@@ -335,7 +340,7 @@ class PartySession:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             wanted, source = ahead
-            if (wanted.rows, wanted.tokens, counters_of(wanted.kept)) == (rows, tokens, list(kept)):
+            if (wanted.rows, wanted.tokens, counters_of(wanted.kept)) == (rows, tokens, list(kept)) and not source.lost:
                 return ahead
             source.drop()
         wanted = deal_pb.Pass(
@@ -359,7 +364,9 @@ class PartySession:
                 self._ahead[1].wait()
 
     def _ask_ahead(self, rows: int, kept: Sequence[int], tokens: int) -> None:
-        """If both can read all of it before it is needed."""
+        """If both can read all of it before it is needed, and a cache has room for it."""
+        if len(kept) + rows > nb.LONGEST:
+            return
         if pass_bytes(self.plan, rows, len(kept) + rows, tokens) < AHEAD_BYTES // 2:  # and this pass
             self._ahead = self._begin(rows, kept, tokens)
             self._put(pb.ComputeRequest(ahead=self._ahead[0]))
@@ -427,6 +434,17 @@ class PartySession:
         if answer.WhichOneof("kind") != kind:
             raise IntegrityError(f"the server sent another kind of message where {kind!r} belongs")
         return answer
+
+    def _check(self) -> None:
+        """While the dealer is waited for.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C. SordinoError: the server has ended the session.
+        """
+        interrupts.check()
+        call: Any = self._call
+        if not call.is_active():
+            raise TransportError(f"while the dealer was waited for, the server ended the stream: {error_of(call)}")
 
     def close(self) -> None:
         """Ends the session, at the server and at the dealer, and what another thread does in it."""
