@@ -85,7 +85,7 @@ class Whole:
         """Hidden states, how many wires left their domain, and the inputs of matrices as real numbers."""
         shape, count, keys = self.model.plan.shape, len(rows), (os.urandom(32), os.urandom(32))
         counters = list(range(count))
-        maker = PassMaker(keys, self.model.plan, 0, count, counters, {})
+        maker = PassMaker(keys, self.model.plan, 0, count, counters)
         points, corrections = (
             b"".join(parts) for parts in zip(*(maker.make() for _ in range(shape.layers + 1)), strict=True)
         )

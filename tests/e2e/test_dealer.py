@@ -136,7 +136,7 @@ def wanted(number: int, rows: int, first: int, kept: list[int] | None = None) ->
 
 
 def by_hand(keys: tuple[bytes, bytes], plan: Plan, number: int, rows: int, counters: list[int]) -> tuple[bytes, bytes]:
-    maker = PassMaker(keys, plan, number, rows, counters, {})
+    maker = PassMaker(keys, plan, number, rows, counters)
     made = [maker.make() for _ in range(plan.shape.layers + 1)]
     return b"".join(points for points, _ in made), b"".join(corrections for _, corrections in made)
 
@@ -347,6 +347,8 @@ def test_a_token_that_is_withdrawn_ends_its_sessions(process: DealerProcess) -> 
     token = file.issue("guest")
     with Dealer(f"grpcs://127.0.0.1:{process.port}", process.state / "ca.pem", token) as dealer:
         session, _ = dealer.begin("model", PLAN)
+        with process.dealer(SERVER) as server:
+            server.join(session, "model", PLAN)
         with dealer.stream(session, CLIENT) as stream:
             stream.ask(wanted(0, 1, 0)).points(1)
             file.revoke("guest")

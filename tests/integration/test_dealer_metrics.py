@@ -40,7 +40,7 @@ from sordino.shared.twoparty.tape import CLIENT, SERVER
 PARTIES: Final = ("client", "server")
 CODE = grpc.StatusCode
 EACH: Final = 4
-LIMITS: Final = ("--max-sessions", "40", "--max-sessions-each", str(EACH), "--held-mib", "96", "--masks-mib", "3")
+LIMITS: Final = ("--max-sessions", "40", "--max-sessions-each", str(EACH), "--held-mib", "96", "--held-token-mib", "96")
 
 
 def plan_of(layers: int, d: int, heads: int, groups: int, inner: int) -> Plan:
@@ -52,7 +52,6 @@ def plan_of(layers: int, d: int, heads: int, groups: int, inner: int) -> Plan:
 
 
 PLAN = plan_of(layers=2, d=8, heads=2, groups=1, inner=8)
-MASKS_OF_A_ROW: Final = 8 * 2 * 2 * 1 * 4  # words of keys and of values, of each layer and group
 # Of which a pass takes more than a stream reads ahead.
 LARGE = plan_of(layers=100, d=512, heads=8, groups=2, inner=1024)
 Figures = Counter[tuple[str, ...]]
@@ -197,7 +196,6 @@ def test_what_is_dealt_is_counted(operated: Operated, channel: grpc.Channel) -> 
     server.ask(0, 3, 0)
     points, corrections = server.read()
     until(operated.figures, lambda now: not now["held_bytes",])
-    assert operated.figures()["mask_bytes",] == 3 * MASKS_OF_A_ROW
     server.ask(1, 1, 3, [0, 1, 2])
     more = server.read()
     client.ask(1, 1, 3, [0, 1, 2])
@@ -215,10 +213,10 @@ def test_what_is_dealt_is_counted(operated: Operated, channel: grpc.Channel) -> 
     assert of(after, "client_calls_total") == {("client/first",): 2, ("server/first",): 2}
     assert of(after, "sessions_ended_total") == {("client",): 1}
     assert after["material_seconds_total",] > 0
-    assert after["mask_bytes",] == after["held_bytes",] == 0
+    assert after["held_bytes",] == 0
     now = operated.figures()
-    limits = [now[name,] for name in ("sessions_limit", "held_limit_bytes", "mask_limit_bytes", "threads")]
-    assert limits == [40, 96 << 20, 3 << 20, 1]
+    limits = [now[name,] for name in ("sessions_limit", "held_limit_bytes", "threads")]
+    assert limits == [40, 96 << 20, 1]
     lines = operated.lines()[log:]
     assert Counter(line["method"] for line in lines if "method" in line) == {"Begin": 1, "Join": 1, "Deal": 2}
     [ended] = [line for line in lines if "reason" in line]
@@ -491,7 +489,7 @@ def test_sums_can_be_asked_for_while_sessions_come_and_go() -> None:
         def ask() -> None:
             nonlocal asked
             while not stop.is_set():
-                assert sessions.held_bytes == sessions.mask_bytes == 0 <= sessions.open_ones
+                assert sessions.held_bytes == 0 <= sessions.open_ones
                 asked += 1
 
         sys.setswitchinterval(1e-6)

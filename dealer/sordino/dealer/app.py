@@ -98,8 +98,6 @@ def _watch(metrics: Metrics, sessions: Sessions, config: DealerConfig) -> None:
         sessions_limit=lambda: limits.sessions,
         held_bytes=lambda: sessions.held_bytes,
         held_limit_bytes=lambda: limits.held_bytes,
-        mask_bytes=lambda: sessions.mask_bytes,
-        mask_limit_bytes=lambda: limits.mask_bytes,
         threads=lambda: config.threads,
     )
 

@@ -42,8 +42,10 @@ def deal(
     held_mib: Annotated[
         int, typer.Option(help="Memory for material that a party has still to fetch, of all sessions.", min=1)
     ] = 4096,
+    held_token_mib: Annotated[
+        int | None, typer.Option(help="The same, of one client's token; a quarter of it without.", min=1)
+    ] = None,
     held_session_mib: Annotated[int, typer.Option(help="The same, of one session.", min=1)] = 512,
-    masks_mib: Annotated[int, typer.Option(help="Memory for masks of caches, which else are made anew.", min=0)] = 1024,
     idle: Annotated[float, typer.Option(help="Seconds after which an unused session ends.", min=1)] = 900.0,
     away: Annotated[
         float, typer.Option(help="Seconds after which a session ends that no party has a stream of.", min=1)
@@ -90,8 +92,8 @@ def deal(
             sessions=max_sessions,
             sessions_each=max_sessions_each,
             held_bytes=held_mib << 20,
+            held_bytes_token=(held_mib << 20) // 4 if held_token_mib is None else held_token_mib << 20,
             held_bytes_each=held_session_mib << 20,
-            mask_bytes=masks_mib << 20,
             idle_s=idle,
             away_s=away,
             wait_s=wait,

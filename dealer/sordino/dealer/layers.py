@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,18 +10,11 @@ from numpy.typing import NDArray
 from sordino.dealer.deal import deal, deal_with_cache
 from sordino.dealer.press import Press
 from sordino.shared.twoparty.amounts import layer_bytes, steps_of
-from sordino.shared.twoparty.numbers import Plan, Shape
+from sordino.shared.twoparty.numbers import Plan
 from sordino.shared.twoparty.steps import WithCache
-from sordino.shared.twoparty.tape import append_masks
+from sordino.shared.twoparty.tape import layer_masks
 
 U64 = NDArray[np.uint64]
-
-
-def row_masks(keys: tuple[bytes, bytes], counter: int, shape: Shape) -> U64:
-    """Of a row of the cache, ``[2, layers, groups, head]``: of its keys and values."""
-    first, second = (append_masks(key, [counter], 2, shape.layers, shape.groups, shape.head)[0] for key in keys)
-    masks: U64 = first + second
-    return masks
 
 
 class PassMaker:
@@ -29,10 +22,7 @@ class PassMaker:
 
     Args:
         counters: of all rows that the cache has after the pass, of which the last ``rows`` are new.
-        known: masks of rows that need not be made again. tokens: that are chosen, of as many rows.
-
-    Attributes:
-        masks: of all rows, once the first layer is made; empty again after the last.
+        tokens: that are chosen, of as many rows.
     """
 
     def __init__(
@@ -42,10 +32,8 @@ class PassMaker:
         number: int,
         rows: int,
         counters: Sequence[int],
-        known: Mapping[int, U64],
         tokens: int = 0,
     ) -> None:
-        self.masks = dict(known)
         self._keys, self._plan, self._rows, self._counters = keys, plan, rows, counters
         self._tokens = tokens
         self._press = Press(keys, number)
@@ -53,27 +41,25 @@ class PassMaker:
 
     @property
     def next_bytes(self) -> int:
-        """What the next layer takes."""
-        return layer_bytes(self._plan, self._layer, self._rows, len(self._counters), self._tokens)
+        """What the next layer takes while it is made: its material, and both parties' masks of a product."""
+        shape, kept = self._plan.shape, len(self._counters)
+        masks = 16 * kept * shape.groups * shape.head if self._layer < shape.layers else 0
+        return layer_bytes(self._plan, self._layer, self._rows, kept, self._tokens) + masks
 
     def make(self) -> tuple[bytes, bytes]:
         """The next layer's corrections of point functions, and the server's corrections."""
-        shape, layer = self._plan.shape, self._layer
-        if layer == 0:
-            self.masks = {
-                counter: self.masks[counter] if counter in self.masks else row_masks(self._keys, counter, shape)
-                for counter in self._counters
-            }
+        layer = self._layer
         for step in steps_of(self._plan, layer, self._rows, len(self._counters), self._tokens):
             if isinstance(step, WithCache):
                 deal_with_cache(step, self._press, self._of(int(step.values), layer))
             else:
                 deal(step, self._press)
         self._layer += 1
-        if self._layer > shape.layers:
-            self.masks = {}
         return self._press.take()
 
     def _of(self, kind: int, layer: int) -> U64:
         """``[kept, groups, head]``"""
-        return np.stack([masks[kind, layer] for masks in self.masks.values()])
+        shape = self._plan.shape
+        first, second = (layer_masks(key, self._counters, kind, layer, shape.groups, shape.head) for key in self._keys)
+        first += second
+        return first

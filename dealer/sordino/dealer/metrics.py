@@ -26,10 +26,8 @@ NO_SERVER: Final = "(no server)"
 _WATCHED: Final[Families] = {
     "sessions": (GaugeMetricFamily, "Sessions that are open."),
     "sessions_limit": (GaugeMetricFamily, "The most sessions at a time."),
-    "held_bytes": (GaugeMetricFamily, "Material that a party has still to fetch: bytes in memory."),
-    "held_limit_bytes": (GaugeMetricFamily, "Material that a party has still to fetch: the most bytes in memory."),
-    "mask_bytes": (GaugeMetricFamily, "Masks of caches: bytes in memory."),
-    "mask_limit_bytes": (GaugeMetricFamily, "Masks of caches: the most bytes in memory."),
+    "held_bytes": (GaugeMetricFamily, "Material that is made, or that a party has still to fetch: bytes in memory."),
+    "held_limit_bytes": (GaugeMetricFamily, "The same: the most bytes in memory."),
     "threads": (GaugeMetricFamily, "Threads that make material."),
 }
 

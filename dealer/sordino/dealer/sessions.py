@@ -14,22 +14,18 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from sordino.dealer.layers import PassMaker
 from sordino.dealer.metrics import NO_SERVER, Metrics, Reason
 from sordino.proto.v1 import dealer_pb2 as pb
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, SessionLostError, SordinoError
 from sordino.shared.prg import random_key
 from sordino.shared.twoparty.numbers import Plan
-from sordino.shared.twoparty.passes import Counters, check_tokens, counters_of
+from sordino.shared.twoparty.passes import Counters, check_tokens
 from sordino.shared.twoparty.tape import CLIENT, SERVER
-
-U64 = NDArray[np.uint64]
 
 SESSION_BYTES: Final = 16
 _LONGEST_FINGERPRINT: Final = 200
+_MOST_PASSES: Final = 4  # that a party has not had: the one that runs, one asked for ahead, and some of these dropped
 _POLL_S: Final = 0.02
 _UNKNOWN: Final = (
     "the dealer does not know this session of yours: it has restarted, or the session ended; begin a new session, "
@@ -48,17 +44,17 @@ class Limits:
     """
     Attributes:
         sessions, sessions_each: at a time; of all clients, and of one.
-        held_bytes, held_bytes_each: material that one party or both have still to fetch; of all sessions, and of one.
-        mask_bytes: masks of rows that stay between passes, of all sessions; others are made anew for each pass.
+        held_bytes, held_bytes_token, held_bytes_each: material that is made, or that a party has still to fetch; of all
+            sessions, of those of one client, and of one.
         idle_s: a session that nobody uses for so long ends. away_s: or in which no party has had a stream for so long.
-        wait_s: how long a party that is ahead waits for the other to fetch, before it is refused.
+        wait_s: how long a party that is ahead waits for the other, before it is refused.
     """
 
     sessions: int = 256
     sessions_each: int = 16
     held_bytes: int = 4 << 30
+    held_bytes_token: int = 1 << 30
     held_bytes_each: int = 512 << 20
-    mask_bytes: int = 1 << 30
     idle_s: float = 900.0
     away_s: float = 60.0
     wait_s: float = 30.0
@@ -87,6 +83,8 @@ class Dealing:
 
     Attributes:
         taken: layers that each party has fetched, or will not fetch any more.
+        made: layers that there are or were. held_bytes: of those that a party has still to fetch, and of one that is
+            being made.
     """
 
     def __init__(self, wanted: pb.Pass, maker: PassMaker, layers: int) -> None:
@@ -94,18 +92,25 @@ class Dealing:
         self.maker = maker
         self.layers = layers
         self.taken = [0, 0]
-        self.made: list[tuple[bytes, bytes]] = []
+        self.made = self.held_bytes = 0
         self.making: asyncio.Task[None] | None = None
+        self._held: dict[int, tuple[bytes, bytes]] = {}
 
-    @property
-    def held_bytes(self) -> int:
-        return sum(len(points) + len(corrections) for points, corrections in self.made)
+    def layer(self, at: int) -> tuple[bytes, bytes]:
+        """One that is made, and that a party has still to fetch."""
+        return self._held[at]
+
+    def put(self, material: tuple[bytes, bytes]) -> None:
+        """The next layer."""
+        self._held[self.made] = material
+        self.held_bytes += sum(map(len, material))
+        self.made += 1
 
     def took(self, party: int, layers: int) -> None:
         """A party has the first ``layers``; what both have goes."""
         self.taken[party] = max(layers, self.taken[party])
-        for at in range(min(*self.taken, len(self.made))):
-            self.made[at] = (b"", b"")
+        for at in [at for at in self._held if at < min(self.taken)]:
+            self.held_bytes -= sum(map(len, self._held.pop(at)))
 
 
 class Session:
@@ -133,20 +138,14 @@ class Session:
         self.passes = self.rows = 0
         self.streams: list[Stream | None] = [None, None]
         self.dealings: dict[int, Dealing] = {}
-        self.masks: dict[int, U64] = {}
         self._ended = ended
         self._fault: SordinoError | None = None
         self._numbers = Counters()
         self._asked = [-1, -1]
-        self._rows: list[int] = []
 
     @property
     def held_bytes(self) -> int:
         return sum(dealing.held_bytes for dealing in list(self.dealings.values()))
-
-    @property
-    def mask_bytes(self) -> int:
-        return sum(masks.nbytes for masks in list(self.masks.values()))
 
     @property
     def is_open(self) -> bool:
@@ -158,7 +157,6 @@ class Session:
             self._ended(self, reason)
         self._fault = error
         self.dealings.clear()
-        self.masks.clear()
         for stream in self.streams:
             if stream is not None:
                 stream.end(error)
@@ -176,11 +174,12 @@ class Session:
         """The pass, for a party that has not asked for it before. Material of earlier ones is not kept for it.
 
         Raises:
-            ProtocolError: the number, or a row's counter, was used before; rows that the cache does not have; tokens
-                that the plan has not; or the other party asked for another pass under this number, which ends the
-                session.
+            ProtocolError: no server has joined; the number, or a new row's counter, was used before; tokens that the
+                plan has not; or the other party asked for another pass under this number, which ends the session.
         """
         self.check()
+        if self.holders[SERVER] is None:
+            raise ProtocolError("no server has joined this session: nothing is dealt before one has")
         if wanted.number <= self._asked[party]:
             raise ProtocolError(
                 f"this party asked for pass {self._asked[party]} already, and now for {wanted.number}: numbers go up, "
@@ -201,6 +200,11 @@ class Session:
                 self.leave(one, party)
         return dealing
 
+    def is_ahead(self, party: int, number: int) -> bool:
+        """Whether the party asks for a pass that is not there while the other has left too many unread."""
+        unread = sum(one.taken[1 - party] < one.layers for one in self.dealings.values())
+        return number not in self.dealings and unread >= _MOST_PASSES
+
     def leave(self, dealing: Dealing, party: int) -> None:
         """A party has all of a pass, or wants no more of it."""
         dealing.took(party, dealing.layers)
@@ -208,18 +212,13 @@ class Session:
             self.dealings.pop(dealing.wanted.number, None)
 
     def _new(self, wanted: pb.Pass) -> Dealing:
-        kept = counters_of(wanted.kept)
-        if self._rows[: len(kept)] != kept:
-            raise ProtocolError(
-                "a pass keeps rows that the cache does not begin with: they were dropped, or never in it"
-            )
+        # Which of the old rows are alive the parties see to: the dealer is not told which passes were dropped that were
+        # asked for ahead. It may deal for any of them (docs/two-party.md, section 6.6).
         check_tokens(wanted, self.plan)
         every = self._numbers.check(wanted)
         self.passes += 1
         self.rows += wanted.rows
-        self._rows = every
-        self.masks = {counter: self.masks[counter] for counter in kept if counter in self.masks}
-        maker = PassMaker(self.keys, self.plan, wanted.number, wanted.rows, every, self.masks, wanted.tokens)
+        maker = PassMaker(self.keys, self.plan, wanted.number, wanted.rows, every, wanted.tokens)
         dealing = self.dealings[wanted.number] = Dealing(wanted, maker, self.plan.parts(wanted.tokens))
         return dealing
 
@@ -253,13 +252,8 @@ class Sessions:
 
     @property
     def held_bytes(self) -> int:
-        """Of material that has still to be fetched."""
+        """Of material that is made, or has still to be fetched."""
         return sum(session.held_bytes for session in list(self._sessions.values()))
-
-    @property
-    def mask_bytes(self) -> int:
-        """Of masks that stay between passes."""
-        return sum(session.mask_bytes for session in list(self._sessions.values()))
 
     def begin(self, holder: str, fingerprint: str, plan: bytes, called: str = "") -> tuple[bytes, bytes]:
         """A new session and the client's key; ``called`` is the name of the client's token.
@@ -342,14 +336,19 @@ class Sessions:
 
         Raises:
             ProtocolError: see :meth:`Session.ask`.
-            LimitError: a layer is too large, or there is no room for it while others do not fetch theirs.
+            LimitError: a layer is too large, or there is no room for it while others do not fetch theirs; or the other
+                party has left too many passes unread.
         """
+        await self._wait(
+            lambda: not session.is_ahead(party, wanted.number),
+            lambda: f"the other party has not fetched {_MOST_PASSES} passes, and there are no more at a time",
+        )
         dealing = session.ask(party, wanted)
         try:
             for at in range(dealing.layers):
-                if at == len(dealing.made):
+                if at == dealing.made:
                     await self._made(session, dealing, at)
-                points, corrections = dealing.made[at]
+                points, corrections = dealing.layer(at)
                 yield points, corrections if party == SERVER else b""
                 dealing.took(party, at + 1)
                 session.check()
@@ -359,45 +358,58 @@ class Sessions:
     async def _made(self, session: Session, dealing: Dealing, at: int) -> None:
         """Returns when layer ``at`` is there: one party has it made, and the other may wait for it too."""
         if dealing.making is None:
-            await self._room(session, dealing, at)
-        if at == len(dealing.made):
-            if dealing.making is None:
-                dealing.making = asyncio.ensure_future(self._make(session, dealing))
+            size = dealing.maker.next_bytes
+            await self._room(session, dealing, at, size)
+            if dealing.making is None and at == dealing.made:
+                dealing.held_bytes += size  # before another looks for room
+                dealing.making = asyncio.ensure_future(self._make(dealing, size))
+        if dealing.making is not None and at == dealing.made:
             # A party that goes must not take the layer with it: the keystreams have moved on.
             await asyncio.shield(dealing.making)
 
-    async def _make(self, session: Session, dealing: Dealing) -> None:
+    async def _make(self, dealing: Dealing, size: int) -> None:
         loop = asyncio.get_running_loop()
         made = await loop.run_in_executor(self._threads, self._metrics.timed, dealing.maker.make)
-        dealing.made.append(made)
+        dealing.held_bytes -= size
+        dealing.put(made)
         dealing.making = None
-        if session.dealings.get(dealing.wanted.number) is dealing and len(dealing.made) == 1:
-            self._keep_masks(session, dealing.maker.masks)
 
-    async def _room(self, session: Session, dealing: Dealing, at: int) -> None:
-        limits, size = self._limits, dealing.maker.next_bytes
-        if size > min(limits.held_bytes_each, limits.held_bytes):
+    async def _room(self, session: Session, dealing: Dealing, at: int, size: int) -> None:
+        limits, client = self._limits, session.holders[CLIENT]
+        if size > (most := min(limits.held_bytes_each, limits.held_bytes_token, limits.held_bytes)):
             raise LimitError(
-                f"one layer of this pass takes {size >> 20} MiB, and a session may hold "
-                f"{limits.held_bytes_each >> 20} MiB: ask for fewer rows at a time"
+                f"one layer of this pass takes {size >> 20} MiB, and a session may hold {most >> 20} MiB: ask for "
+                "fewer rows at a time"
             )
-        until = time.monotonic() + limits.wait_s
-        while (
-            session.held_bytes + size > limits.held_bytes_each or self.held_bytes + size > limits.held_bytes
-        ) and at == len(dealing.made):
-            if time.monotonic() >= until:
-                raise LimitError(
-                    f"the session holds {session.held_bytes >> 20} MiB and the dealer {self.held_bytes >> 20} MiB of "
-                    f"material that a party has not fetched, and there was no room for more in {limits.wait_s:g} s"
-                )
-            await asyncio.sleep(_POLL_S)
 
-    def _keep_masks(self, session: Session, masks: dict[int, U64]) -> None:
-        """As many as there is room for."""
-        room = self._limits.mask_bytes - self.mask_bytes
-        for counter, value in masks.items():
-            if counter not in session.masks and (room := room - value.nbytes) >= 0:
-                session.masks[counter] = value
+        def held() -> tuple[int, int, int]:
+            own = sum(one.held_bytes for one in self._sessions.values() if one.holders[CLIENT] == client)
+            return session.held_bytes, own, self.held_bytes
+
+        def there() -> bool:
+            most = (limits.held_bytes_each, limits.held_bytes_token, limits.held_bytes)
+            room = all(now + size <= one for now, one in zip(held(), most, strict=True))
+            return room or dealing.making is not None or at < dealing.made
+
+        def refusal() -> str:
+            each, token, every = (now >> 20 for now in held())
+            return (
+                f"the session holds {each} MiB, its client's token {token} MiB and the dealer {every} MiB of material "
+                f"that a party has not fetched, and there was no room for more in {limits.wait_s:g} s"
+            )
+
+        await self._wait(there, refusal)
+
+    async def _wait(self, there: Callable[[], bool], refusal: Callable[[], str]) -> None:
+        """
+        Raises:
+            LimitError: it is not there for too long.
+        """
+        until = time.monotonic() + self._limits.wait_s
+        while not there():
+            if time.monotonic() >= until:
+                raise LimitError(refusal())
+            await asyncio.sleep(_POLL_S)
 
     def tend(self) -> None:
         """Ends sessions that nobody uses; to be called every now and then."""

@@ -40,10 +40,10 @@ def derive(key: bytes, purpose: bytes) -> bytes:
 
 
 class Keystream:
-    """The bytes of one key and label, in order."""
+    """The bytes of one key and label, in order; from block ``start`` of 16 bytes on."""
 
-    def __init__(self, key: bytes, label: bytes) -> None:
-        self._stream = Cipher(AES256(derive(key, b"prg/" + label)), CTR(bytes(16))).encryptor()
+    def __init__(self, key: bytes, label: bytes, start: int = 0) -> None:
+        self._stream = Cipher(AES256(derive(key, b"prg/" + label)), CTR(start.to_bytes(16, "big"))).encryptor()
 
     def fill(self, out: NDArray[Any]) -> None:
         """The next bytes, into a contiguous array that holds zeros."""

@@ -21,9 +21,9 @@ from sordino.proto.v1 import dealer_pb2 as pb
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, SessionLostError, SordinoError
 from sordino.shared.twoparty.amounts import layer_bytes, size, steps_of
 from sordino.shared.twoparty.numbers import LONGEST, SUM, Plan, Shape, Sizes
-from sordino.shared.twoparty.passes import ranges
+from sordino.shared.twoparty.passes import counters_of, ranges
 from sordino.shared.twoparty.steps import WithCache
-from sordino.shared.twoparty.tape import CLIENT, SERVER, Given, Tape, append_masks
+from sordino.shared.twoparty.tape import CLIENT, SERVER, Given, Tape, append_masks, layer_masks
 
 
 def shape(layers: int, d: int, heads: int, groups: int, inner: int) -> Shape:
@@ -114,7 +114,6 @@ def test_both_parties_get_what_their_tapes_read() -> None:
             assert client == (expected[0], b"")
             assert server == expected
             assert session.held_bytes == 0
-            assert set(session.masks) == set(rows)
         # Shares add up: of the first truncation, and of a product with what the cache holds.
         tapes = [Tape(i, session.keys[i], 3, Given(part[0], part[1])) for i, part in enumerate((client, server))]
         r = sum(tape.words(1, SHAPE.d) for tape in tapes)
@@ -128,7 +127,7 @@ def test_both_parties_get_what_their_tapes_read() -> None:
 def test_a_product_with_the_cache_is_of_its_masks() -> None:
     keys = os.urandom(32), os.urandom(32)
     counters = [3, 5, 8]
-    maker = PassMaker(keys, PLAN, 7, 1, counters, {})
+    maker = PassMaker(keys, PLAN, 7, 1, counters)
     points, corrections = maker.make()
     tapes = [Tape(i, keys[i], 7, Given(points, corrections)) for i in (0, 1)]
     for tape in tapes:
@@ -201,16 +200,58 @@ def test_numbers_and_counters_are_used_once() -> None:
         await fetch(sessions, session, SERVER, first)
         await refused(SERVER, first, "numbers go up")
         await refused(CLIENT, wanted(6, 1, 2, [0, 1]), "used before")  # after a crop
-        await refused(CLIENT, wanted(6, 1, 9, [0, 2]), "does not begin with")
-        await refused(CLIENT, wanted(6, 1, 9, [0, 1, 2, 3]), "does not begin with")
+        await refused(CLIENT, wanted(6, 1, 9, [0, 9]), "used before")
         await fetch(sessions, session, CLIENT, wanted(6, 1, 9, [0, 1]))
-        await refused(CLIENT, wanted(7, 1, 10, [0, 1, 2]), "does not begin with")  # dropped, and so forgotten
         for rows in (0, LONGEST - 2):
             await refused(CLIENT, wanted(7, rows, 10, [0, 1, 9]), "at most")
         huge = pb.Pass(number=7, rows=1, first_counter=1 << 40, kept=[pb.Counters(first=0, count=(1 << 32) - 1)])
         await refused(CLIENT, huge, "at most")
 
     dealer(program)
+
+
+def test_a_pass_may_keep_what_one_asked_for_ahead_would_have_dropped() -> None:
+    async def program(sessions: Sessions, name: bytes, session: Session) -> None:
+        async def both(one: pb.Pass, rows: list[int]) -> None:
+            for party in (CLIENT, SERVER):
+                made = await fetch(sessions, session, party, one)
+            assert made == by_hand(session.keys, one.number, one.rows, rows)
+
+        await both(wanted(0, 3, 0), [0, 1, 2])
+        await both(wanted(1, 1, 3, [0]), [0, 3])  # a guess, and another comes:
+        await both(wanted(2, 1, 4, [0, 1, 2]), [0, 1, 2, 4])
+        await both(wanted(3, 2, 5, [0, 1, 2, 4]), [0, 1, 2, 4, 5, 6])
+
+    dealer(program)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [(0, 0)],
+        [(0, 2), (5, 0)],
+        [(0, 2), (2, 1)],
+        [(0, 2), (1, 4)],
+        [(4, 1), (0, 2)],
+        [(0, 1 << 31)],
+        [(0, 1), (2, LONGEST)],
+    ],
+)
+def test_ranges_of_counters_are_as_few_as_can_be_and_go_up(sent: list[tuple[int, int]]) -> None:
+    assert counters_of(ranges([3, 4, 6, 9, 10])) == [3, 4, 6, 9, 10]
+    with pytest.raises(ProtocolError, match=r"ranges|at most"):
+        counters_of(pb.Counters(first=first, count=count) for first, count in sent)
+
+
+def test_masks_of_a_row_are_the_same_in_every_pass_and_no_two_are_alike() -> None:
+    key, row = os.urandom(32), (SHAPE.groups, SHAPE.head)
+    counters = [0, 1, 2, 7, 8, 1 << 40, (1 << 64) - 1]
+    masks = append_masks(key, counters, 2, SHAPE.layers, *row)
+    assert len(np.unique(masks)) == masks.size
+    for some in ([0], [1, 2], [2, 8], [1 << 40, (1 << 64) - 1]):
+        for kind, layer in np.ndindex(2, SHAPE.layers):
+            where = [counters.index(counter) for counter in some]
+            assert np.array_equal(layer_masks(key, some, kind, layer, *row), masks[where, kind, layer])
 
 
 @pytest.mark.parametrize(
@@ -237,7 +278,7 @@ def test_parties_that_ask_for_different_passes_both_get_the_difference(other: pb
             await fetch(sessions, session, SERVER, other)
         await task
         assert name in str(ended[0])
-        assert session.held_bytes == session.mask_bytes == 0
+        assert session.held_bytes == 0
         for party in (CLIENT, SERVER):
             with pytest.raises(ProtocolError, match=name):
                 await fetch(sessions, session, party, wanted(1, 1, 9))
@@ -299,15 +340,74 @@ def test_limits_are_said() -> None:
     dealer(program, sessions=3, sessions_each=2, held_bytes_each=2 * layer, wait_s=0.1)
 
 
-def test_masks_that_have_no_room_are_made_again() -> None:
-    async def program(sessions: Sessions, _: bytes, session: Session) -> None:
-        for number, rows in enumerate(([0], [0, 1], [0, 1, 2])):
-            one = wanted(number, 1, number, rows[:-1])
-            await fetch(sessions, session, CLIENT, one)
-            assert (await fetch(sessions, session, SERVER, one)) == by_hand(session.keys, number, 1, rows)
-        assert len(session.masks) == 2
+def begun(sessions: Sessions, client: str) -> Session:
+    """Another session that both parties have."""
+    name, _ = sessions.begin(client, "model", PLAN.to_json())
+    sessions.join(SERVER_TOKEN, name, "model", PLAN.to_json())
+    return sessions.find(client, CLIENT, name)
 
-    dealer(program, mask_bytes=2 * 8 * 2 * SHAPE.layers * SHAPE.groups * SHAPE.head)
+
+NEXT = PassMaker((bytes(32), bytes(32)), PLAN, 0, 1, [0]).next_bytes
+
+
+def test_sessions_that_ask_at_once_hold_no_more_than_there_may_be() -> None:
+    async def program(sessions: Sessions, _: bytes, session: Session) -> None:
+        every = [session, *(begun(sessions, f"{i:064}") for i in range(7))]
+        asked = [fetch(sessions, one, CLIENT, wanted(0, 1, 0), layers=1) for one in every]
+        made = await asyncio.gather(*asked, return_exceptions=True)
+        assert sum(isinstance(one, LimitError) for one in made) == 5
+        assert 0 < sessions.held_bytes <= 3 * NEXT
+
+    dealer(program, held_bytes=3 * NEXT, wait_s=0.1)
+
+
+def test_one_client_cannot_hold_all() -> None:
+    async def program(sessions: Sessions, _: bytes, session: Session) -> None:
+        first, second = begun(sessions, CLIENT_TOKEN), begun(sessions, "c" * 64)
+        await fetch(sessions, session, CLIENT, wanted(0, 1, 0), layers=1)
+        with pytest.raises(LimitError, match="its client's token"):
+            await fetch(sessions, first, CLIENT, wanted(0, 1, 0), layers=1)
+        await fetch(sessions, second, CLIENT, wanted(0, 1, 0), layers=1)
+
+    dealer(program, held_bytes=9 * NEXT, held_bytes_token=NEXT, wait_s=0.1)
+
+
+def test_masks_count_while_a_layer_is_made() -> None:
+    wide = replace(PLAN, shape=replace(SHAPE, heads=64, groups=64, head=512))
+    made = layer_bytes(wide, 0, 1, 100)
+    assert PassMaker((bytes(32), bytes(32)), wide, 0, 1, range(100)).next_bytes == made + 2 * 8 * 100 * 64 * 512
+
+
+def test_nothing_is_dealt_before_a_server_has_joined() -> None:
+    async def program(sessions: Sessions, _: bytes, session: Session) -> None:
+        name, _ = sessions.begin(CLIENT_TOKEN, "model", PLAN.to_json())
+        alone = sessions.find(CLIENT_TOKEN, CLIENT, name)
+        with pytest.raises(ProtocolError, match="no server has joined"):
+            await fetch(sessions, alone, CLIENT, wanted(0, 1, 0))
+        sessions.join(SERVER_TOKEN, name, "model", PLAN.to_json())
+        await fetch(sessions, alone, CLIENT, wanted(0, 1, 0))
+
+    dealer(program)
+
+
+def test_a_party_is_a_few_passes_ahead_and_then_waits() -> None:
+    async def program(sessions: Sessions, _: bytes, session: Session) -> None:
+        passes = [wanted(number, 1, number) for number in range(10)]
+        for one in passes[:4]:
+            await fetch(sessions, session, CLIENT, one)
+        with pytest.raises(LimitError, match="not fetched 4 passes"):
+            await fetch(sessions, session, CLIENT, passes[4])
+        assert len(session.dealings) == 4
+        waiting = asyncio.ensure_future(fetch(sessions, session, CLIENT, passes[5]))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await fetch(sessions, session, SERVER, passes[0])
+        await waiting
+        # One that asks for a later pass wants no more of those before it.
+        await fetch(sessions, session, SERVER, passes[6])
+        assert list(session.dealings) == [6]
+
+    dealer(program, wait_s=0.3)
 
 
 def test_a_session_ends_with_its_client_or_when_both_have_gone() -> None:
@@ -341,7 +441,7 @@ def test_sessions_end_when_idle_or_when_a_token_goes() -> None:
         assert len(sessions) == 1
         session.used -= 100
         sessions.tend()
-        assert len(sessions) == sessions.held_bytes == session.mask_bytes == 0
+        assert len(sessions) == sessions.held_bytes == 0
         with pytest.raises(SessionLostError, match="too long"):
             await fetch(sessions, session, SERVER, wanted(0, 1, 0))
         name, _ = sessions.begin(CLIENT_TOKEN, "model", PLAN.to_json())

@@ -75,7 +75,7 @@ class Both:
         wanted = pb.Pass(number=self._next, rows=count, first_counter=self._row, kept=ranges(kept))
         self._next, self._row = self._next + 1, self._row + count
         news = [self._counters[i].extend(self.caches[i], wanted, self.keys[i], shape) for i in (0, 1)]
-        maker = PassMaker(self.keys, self.model.plan, wanted.number, count, self.caches[0].counters, {})
+        maker = PassMaker(self.keys, self.model.plan, wanted.number, count, self.caches[0].counters)
         made = [maker.make() for _ in range(shape.layers + 1)]
         points, corrections = (b"".join(parts) for parts in zip(*made, strict=True))
         sources = Given(points, b""), Given(points, corrections)
@@ -216,5 +216,5 @@ def test_counters_are_used_once(model: TwoPartyModel) -> None:
     ):
         with pytest.raises(Exception, match=r"counter|number|rows|cache"):
             Counters.extend(counters, cache, wrong, key, shape)
-    masks = append_masks(key, [0, 1], 2)
+    masks = append_masks(key, [0, 1], 2, 1, 2)
     assert (masks[0] != masks[1]).all()

@@ -89,7 +89,7 @@ class Run:
         wanted = pb.Pass(number=number, rows=count, first_counter=self._row, kept=ranges(kept))
         self._row += count
         news = [self._counters[i].extend(self.caches[i], wanted, self.keys[i], shape) for i in (0, 1)]
-        maker = PassMaker(self.keys, self.model.plan, number, count, self.caches[0].counters, {})
+        maker = PassMaker(self.keys, self.model.plan, number, count, self.caches[0].counters)
         made = [maker.make() for _ in range(shape.layers + 1)]
         points, corrections = (b"".join(parts) for parts in zip(*made, strict=True))
         both: tuple[QueueLink, QueueLink] = links()

@@ -27,12 +27,15 @@ def ranges(counters: Sequence[int]) -> list[pb.Counters]:
 
 
 def counters_of(sent: Iterable[pb.Counters]) -> list[int]:
-    """
+    """The opposite of :func:`ranges`: they ascend, as counters of a cache do.
+
     Raises:
-        ProtocolError: more than a cache can have.
+        ProtocolError: more than a cache can have; or other ranges than :func:`ranges` makes.
     """
     out: list[int] = []
     for one in sent:
+        if not one.count or (out and one.first <= out[-1] + 1):
+            raise ProtocolError("ranges of row counters are not empty, go up, and two that could be one are one")
         if one.count > LONGEST or len(out) + one.count > LONGEST:
             raise ProtocolError(f"a cache has at most {LONGEST} rows")
         out += range(one.first, one.first + one.count)
@@ -64,7 +67,7 @@ class Counters:
         kept = counters_of(wanted.kept)
         if wanted.number <= self._last_pass:
             raise ProtocolError(f"pass {wanted.number} comes after pass {self._last_pass}: numbers go up")
-        if wanted.first_counter <= self._last_row or (kept and max(kept) >= wanted.first_counter):
+        if wanted.first_counter <= self._last_row or (kept and kept[-1] >= wanted.first_counter):
             raise ProtocolError(f"row counter {wanted.first_counter} was used before: a counter is used once")
         if not 1 <= wanted.rows <= LONGEST - len(kept):
             raise ProtocolError(f"{wanted.rows} rows after {len(kept)}: a cache has at most {LONGEST}")

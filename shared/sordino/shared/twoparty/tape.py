@@ -39,12 +39,22 @@ def label(number: int) -> bytes:
     return b"pass/%d" % number
 
 
-def append_masks(key: bytes, counters: Sequence[int], *shape: int) -> U64:
-    """A party's shares of the masks of rows that are appended to the cache: ``[counters, *shape]``. A counter stands
-    for one row that was ever appended in a session."""
-    out = np.zeros((len(counters), *shape), "<u8")
-    for row, counter in zip(out, counters, strict=True):
-        Keystream(key, b"append/%d" % counter).fill(row)
+def append_masks(key: bytes, counters: Sequence[int], kinds: int, layers: int, *row: int) -> U64:
+    """A party's shares of the masks of rows that are appended to the cache: ``[counters, kinds, layers, *row]``. A
+    counter stands for one row that was ever appended in a session; kinds are keys and values."""
+    places = [[layer_masks(key, counters, kind, layer, *row) for layer in range(layers)] for kind in range(kinds)]
+    return np.moveaxis(np.array(places, np.uint64), 2, 0)
+
+
+def layer_masks(key: bytes, counters: Sequence[int], kind: int, layer: int, *row: int) -> U64:
+    """Those of one kind and layer, ``[counters, *row]``: each at its counter's place in one keystream, so that they can
+    be made whenever they are needed. A row has an even number of words."""
+    out = np.zeros((len(counters), *row), "<u8")
+    blocks, start = math.prod(row) // 2, 0
+    for stop in range(1, len(counters) + 1):
+        if stop == len(counters) or counters[stop] != counters[stop - 1] + 1:
+            Keystream(key, b"append/%d/%d" % (kind, layer), counters[start] * blocks).fill(out[start:stop])
+            start = stop
     return out.astype(np.uint64, copy=False)
 
 
