@@ -181,8 +181,7 @@ def test_a_client_gets_no_corrections_and_no_words_of_the_servers(process: Deale
         session, key = client.begin("model", PLAN)
         keys = key, server.join(session, "model", PLAN)
     requests = [pb.DealRequest(open=session), pb.DealRequest(**{"pass": wanted(0, 2, 0)})]
-    # The client last: its end is the session's.
-    received = {party: raw(process, party, iter(requests)) for party in (SERVER, CLIENT)}
+    received = {party: raw(process, party, iter(requests)) for party in (CLIENT, SERVER)}
     assert all(not part.corrections for part in received[CLIENT])
     assert [part.last for part in received[CLIENT]].count(True) == 1
     points = [b"".join(part.points for part in received[party]) for party in (CLIENT, SERVER)]

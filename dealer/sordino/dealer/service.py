@@ -32,7 +32,6 @@ SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Dealer"].full_name
 PART_BYTES: Final = 1 << 20
 MAX_REQUEST_BYTES: Final = 1 << 20
 _FIRST_S: Final = 10.0  # for the first message of a call
-_VANISHED_S: Final = 0.1
 _FAREWELL_S: Final = 20.0  # for the status to go out, behind answers that are not read
 _DRAINING: Final = "the dealer is shutting down"
 # A health stream needs no token and has no end.
@@ -137,13 +136,13 @@ class DealerService(pb_grpc.DealerServicer):
                     raise ProtocolError("after its first message a stream asks for passes alone")
                 async for part in self._pass(session, caller.party, getattr(request, "pass")):
                     yield part
-            if caller.party == CLIENT:
-                # Of a party that has vanished gRPC says that its messages are at an end, and cancels the call next: it
-                # may come back. One that is still there has closed its end.
-                await asyncio.sleep(_VANISHED_S)
-                self._sessions.end(session)
         finally:
             self._sessions.close(session, caller.party, stream)
+
+    async def End(self, request: pb.EndRequest, caller: Caller) -> pb.EndResponse:  # noqa: N802
+        caller.must_be(CLIENT)
+        self._sessions.end(self._sessions.find(caller.holder, CLIENT, request.session))
+        return pb.EndResponse()
 
     async def _next(self, requests: AsyncIterator[pb.DealRequest], stream: Stream) -> pb.DealRequest | None:
         if self._draining:

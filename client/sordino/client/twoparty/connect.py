@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from safetensors.numpy import load_file
 
 from sordino.client.bundle import BundleProgress, fetch_bundle
-from sordino.client.interrupts import interrupts
 from sordino.client.model import build_model, load_tokenizer
 from sordino.client.transport import Connection
 from sordino.client.twoparty.model import use_shares
@@ -89,7 +88,7 @@ def connect(
         session = PartySession(
             connection,
             tensors,
-            Dealer(dealer, Path(dealer_ca) if dealer_ca else None, dealer_token, interrupts.check),
+            Dealer(dealer, Path(dealer_ca) if dealer_ca else None, dealer_token),
             on_plan=on_plan,
             on_provision=on_provision,
         )

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dsordino/proto/v1/dealer.proto\x12\x10sordino.proto.v1\"1\n\x0c\x42\x65ginRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x0c\n\x04plan\x18\x02 \x01(\x0c\"-\n\rBeginResponse\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"A\n\x0bJoinRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0c\n\x04plan\x18\x03 \x01(\x0c\"\x1b\n\x0cJoinResponse\x12\x0b\n\x03key\x18\x01 \x01(\x0c\"M\n\x0b\x44\x65\x61lRequest\x12\x0e\n\x04open\x18\x01 \x01(\x0cH\x00\x12&\n\x04pass\x18\x02 \x01(\x0b\x32\x16.sordino.proto.v1.PassH\x00\x42\x06\n\x04kind\"u\n\x04Pass\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x15\n\rfirst_counter\x18\x03 \x01(\x04\x12(\n\x04kept\x18\x04 \x03(\x0b\x32\x1a.sordino.proto.v1.Counters\x12\x0e\n\x06tokens\x18\x05 \x01(\r\"(\n\x08\x43ounters\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"Q\n\x0c\x44\x65\x61lResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06points\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63orrections\x18\x03 \x01(\x0c\x12\x0c\n\x04last\x18\x04 \x01(\x08\x32\xe4\x01\n\x06\x44\x65\x61ler\x12H\n\x05\x42\x65gin\x12\x1e.sordino.proto.v1.BeginRequest\x1a\x1f.sordino.proto.v1.BeginResponse\x12\x45\n\x04Join\x12\x1d.sordino.proto.v1.JoinRequest\x1a\x1e.sordino.proto.v1.JoinResponse\x12I\n\x04\x44\x65\x61l\x12\x1d.sordino.proto.v1.DealRequest\x1a\x1e.sordino.proto.v1.DealResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dsordino/proto/v1/dealer.proto\x12\x10sordino.proto.v1\"1\n\x0c\x42\x65ginRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x0c\n\x04plan\x18\x02 \x01(\x0c\"-\n\rBeginResponse\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"A\n\x0bJoinRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0c\n\x04plan\x18\x03 \x01(\x0c\"\x1b\n\x0cJoinResponse\x12\x0b\n\x03key\x18\x01 \x01(\x0c\"\x1d\n\nEndRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\"\r\n\x0b\x45ndResponse\"M\n\x0b\x44\x65\x61lRequest\x12\x0e\n\x04open\x18\x01 \x01(\x0cH\x00\x12&\n\x04pass\x18\x02 \x01(\x0b\x32\x16.sordino.proto.v1.PassH\x00\x42\x06\n\x04kind\"u\n\x04Pass\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x15\n\rfirst_counter\x18\x03 \x01(\x04\x12(\n\x04kept\x18\x04 \x03(\x0b\x32\x1a.sordino.proto.v1.Counters\x12\x0e\n\x06tokens\x18\x05 \x01(\r\"(\n\x08\x43ounters\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"Q\n\x0c\x44\x65\x61lResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06points\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63orrections\x18\x03 \x01(\x0c\x12\x0c\n\x04last\x18\x04 \x01(\x08\x32\xa8\x02\n\x06\x44\x65\x61ler\x12H\n\x05\x42\x65gin\x12\x1e.sordino.proto.v1.BeginRequest\x1a\x1f.sordino.proto.v1.BeginResponse\x12\x45\n\x04Join\x12\x1d.sordino.proto.v1.JoinRequest\x1a\x1e.sordino.proto.v1.JoinResponse\x12I\n\x04\x44\x65\x61l\x12\x1d.sordino.proto.v1.DealRequest\x1a\x1e.sordino.proto.v1.DealResponse(\x01\x30\x01\x12\x42\n\x03\x45nd\x12\x1c.sordino.proto.v1.EndRequest\x1a\x1d.sordino.proto.v1.EndResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,14 +39,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINREQUEST']._serialized_end=214
   _globals['_JOINRESPONSE']._serialized_start=216
   _globals['_JOINRESPONSE']._serialized_end=243
-  _globals['_DEALREQUEST']._serialized_start=245
-  _globals['_DEALREQUEST']._serialized_end=322
-  _globals['_PASS']._serialized_start=324
-  _globals['_PASS']._serialized_end=441
-  _globals['_COUNTERS']._serialized_start=443
-  _globals['_COUNTERS']._serialized_end=483
-  _globals['_DEALRESPONSE']._serialized_start=485
-  _globals['_DEALRESPONSE']._serialized_end=566
-  _globals['_DEALER']._serialized_start=569
-  _globals['_DEALER']._serialized_end=797
+  _globals['_ENDREQUEST']._serialized_start=245
+  _globals['_ENDREQUEST']._serialized_end=274
+  _globals['_ENDRESPONSE']._serialized_start=276
+  _globals['_ENDRESPONSE']._serialized_end=289
+  _globals['_DEALREQUEST']._serialized_start=291
+  _globals['_DEALREQUEST']._serialized_end=368
+  _globals['_PASS']._serialized_start=370
+  _globals['_PASS']._serialized_end=487
+  _globals['_COUNTERS']._serialized_start=489
+  _globals['_COUNTERS']._serialized_end=529
+  _globals['_DEALRESPONSE']._serialized_start=531
+  _globals['_DEALRESPONSE']._serialized_end=612
+  _globals['_DEALER']._serialized_start=615
+  _globals['_DEALER']._serialized_end=911
 # @@protoc_insertion_point(module_scope)

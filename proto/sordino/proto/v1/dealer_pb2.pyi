@@ -38,6 +38,16 @@ class JoinResponse(_message.Message):
     key: bytes
     def __init__(self, key: _Optional[bytes] = ...) -> None: ...
 
+class EndRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    def __init__(self, session: _Optional[bytes] = ...) -> None: ...
+
+class EndResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class DealRequest(_message.Message):
     __slots__ = ("open",)
     OPEN_FIELD_NUMBER: _ClassVar[int]

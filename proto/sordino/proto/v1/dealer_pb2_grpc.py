@@ -52,6 +52,11 @@ class DealerStub:
                 request_serializer=sordino_dot_proto_dot_v1_dot_dealer__pb2.DealRequest.SerializeToString,
                 response_deserializer=sordino_dot_proto_dot_v1_dot_dealer__pb2.DealResponse.FromString,
                 _registered_method=True)
+        self.End = channel.unary_unary(
+                '/sordino.proto.v1.Dealer/End',
+                request_serializer=sordino_dot_proto_dot_v1_dot_dealer__pb2.EndRequest.SerializeToString,
+                response_deserializer=sordino_dot_proto_dot_v1_dot_dealer__pb2.EndResponse.FromString,
+                _registered_method=True)
 
 
 class DealerServicer:
@@ -75,7 +80,15 @@ class DealerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Deal(self, request_iterator, context):
-        """Material, pass after pass, to each party on a stream of its own. The first request opens the stream.
+        """Material, pass after pass, to each party on a stream of its own. The first request opens the stream. That a stream
+        ends does not end its session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def End(self, request, context):
+        """Its client ends a session: nothing more is dealt in it, to either party.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,6 +111,11 @@ def add_DealerServicer_to_server(servicer, server):
                     servicer.Deal,
                     request_deserializer=sordino_dot_proto_dot_v1_dot_dealer__pb2.DealRequest.FromString,
                     response_serializer=sordino_dot_proto_dot_v1_dot_dealer__pb2.DealResponse.SerializeToString,
+            ),
+            'End': grpc.unary_unary_rpc_method_handler(
+                    servicer.End,
+                    request_deserializer=sordino_dot_proto_dot_v1_dot_dealer__pb2.EndRequest.FromString,
+                    response_serializer=sordino_dot_proto_dot_v1_dot_dealer__pb2.EndResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -184,6 +202,33 @@ class Dealer:
             '/sordino.proto.v1.Dealer/Deal',
             sordino_dot_proto_dot_v1_dot_dealer__pb2.DealRequest.SerializeToString,
             sordino_dot_proto_dot_v1_dot_dealer__pb2.DealResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def End(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sordino.proto.v1.Dealer/End',
+            sordino_dot_proto_dot_v1_dot_dealer__pb2.EndRequest.SerializeToString,
+            sordino_dot_proto_dot_v1_dot_dealer__pb2.EndResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -319,6 +319,7 @@ class PartySession:
         shown = hidden[list(request.opened)]
         if model.plan.choice is not None and model.head is not None and len(shown):
             shown = choose(party, model.plan.choice, model.head, shown, request.temperature)
+        source.finish()
         return np.concatenate([outside, shown.reshape(-1)]).astype("<u8", copy=False).tobytes()
 
     def constant(self, party: Party, layer: int, matrix: int) -> U64:

@@ -19,14 +19,14 @@ class Dealt:
     stream: DealerStream
 
     @classmethod
-    def begun(cls, dealer: Dealer, fingerprint: str, plan: Plan) -> Dealt:
-        """By a client.
+    def begun(cls, dealer: Dealer, fingerprint: str, plan: Plan, silence_s: float) -> Dealt:
+        """By a client; ``silence_s`` is of :class:`DealerStream`.
 
         Raises:
             SordinoError: the dealer refuses, or cannot be reached.
         """
         session, key = dealer.begin(fingerprint, plan)
-        return cls(session, key, dealer.stream(session, CLIENT))
+        return cls(session, key, dealer.stream(session, CLIENT, silence_s=silence_s))
 
     @classmethod
     def joined(cls, dealer: Dealer, session: bytes, fingerprint: str, plan: Plan) -> Dealt:

@@ -1,7 +1,7 @@
 """The parties' side of the dealer's service: sessions, and material as it comes.
 
 A thread reads the stream ahead of need. A pass of which a part has come is lost when the stream breaks: its number and
-counters were used. Passes that were asked for ahead are asked for again.
+counters were used. Passes of which nothing has come are asked for again.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ U64 = NDArray[np.uint64]
 DEFAULT_DEALER_PORT: Final = 50552
 _MAX_PART_BYTES: Final = 2 << 20
 AHEAD_BYTES: Final = 96 << 20  # that are read before they are needed
+# Before what is needed: a layer at most, of which a dealer holds half of this unless it is told otherwise.
+_MOST_AHEAD: Final = 1 << 30
 _CALL_S: Final = 30.0  # for the short calls
 _RETRY_PAUSE_S: Final = 0.1
 _PROBE_S: Final = 0.5
-_FAREWELL_S: Final = 2.0  # for the dealer to see a stream's end
+_CONNECT_S: Final = 2.0  # for a dealer that is about to come back
+_FAREWELL_S: Final = 2.0  # for the dealer to see a stream's end, and a session's
 _WORD: Final = 8
 _FINAL: Final = (HandshakeError, SessionLostError)  # of errors of transport: trying again does not help
 
@@ -48,14 +51,16 @@ class Dealer:
     Args:
         target: ``grpcs://host:port``, or ``grpc://`` on loopback. ca: the dealer's ``ca.pem``; None trusts the
             authorities that everybody knows. token: a client's or a server's.
+
+    Attributes:
         check: called every now and then by who waits for material, to raise what should end the wait.
 
     Raises:
         TransportError, AuthError: target, CA file or token are malformed.
     """
 
-    def __init__(self, target: str, ca: Path | None, token: str, check: Callable[[], None] = lambda: None) -> None:
-        self.check = check
+    def __init__(self, target: str, ca: Path | None, token: str) -> None:
+        self.check: Callable[[], None] = lambda: None
         self._target = target
         self._metadata = authorization(token)
         self._channel = open_channel(target, ca, _MAX_PART_BYTES, DEFAULT_DEALER_PORT)
@@ -79,6 +84,13 @@ class Dealer:
         request = pb.JoinRequest(session=session, fingerprint=fingerprint, plan=plan.to_json())
         key: bytes = self._call(self._stub.Join, request).key
         return key
+
+    def end(self, session: bytes) -> None:
+        """The client's end of a session. One that the dealer does not hear of lasts until it is away for too long."""
+        try:
+            self._stub.End(pb.EndRequest(session=session), metadata=self._metadata, timeout=_FAREWELL_S)
+        except (grpc.RpcError, ValueError) as error:  # the latter of a channel that was closed
+            log.debug("the end of a session: %s", error)
 
     def greet(self, fingerprint: str, plan: Plan) -> None:
         """Whether it is there and knows this token, a server's.
@@ -124,6 +136,13 @@ class Dealer:
 
     def _call(self, method: Any, request: Any) -> Any:
         try:
+            try:
+                return method(request, metadata=self._metadata, timeout=_CALL_S)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or isinstance(self.error_of(error), _FINAL):
+                    raise
+            # A channel that has lost its connection fails at once for a while, though the dealer is there again.
+            self.wait_for_connection(_CONNECT_S)
             return method(request, metadata=self._metadata, timeout=_CALL_S)
         except grpc.RpcError as error:
             raise self.error_of(error) from None
@@ -191,6 +210,10 @@ class _Bytes:
         self._at += count
         return self._now, self._at - count
 
+    def clear(self) -> None:
+        self._parts.clear()
+        self._now, self._at = b"", 0
+
     @property
     def rest(self) -> int:
         return len(self._now) - self._at + sum(map(len, self._parts))
@@ -201,7 +224,7 @@ class PassSource:
 
     Attributes:
         wanted: the pass. begun: a part has come. sent, again: it was asked for, and on a new stream again.
-        complete: all has come. dropped: nobody will read it.
+        complete: all has come. dropped: nobody will read it. lost: the stream broke in it; nothing of it can be read.
     """
 
     def __init__(self, stream: DealerStream, wanted: pb.Pass) -> None:
@@ -210,12 +233,13 @@ class PassSource:
         self.sent = self.again = False
         self._stream = stream
         self._points, self._words = _Bytes(), _Bytes()
-        self.complete = self.dropped = False
+        self.complete = self.dropped = self.lost = False
 
     def corrections(self, count: int) -> U64:
         """
         Raises:
-            ProtocolError: the dealer sent less. TransportError, SordinoError: see :meth:`DealerStream.ask`.
+            ProtocolError: the dealer sent less. TransportError: the pass is lost. SordinoError: see
+                :meth:`DealerStream.ask`.
         """
         held, at = self._take(self._words, count * _WORD)
         return np.frombuffer(held, "<u8", count, at).astype(np.uint64, copy=False)
@@ -226,19 +250,22 @@ class PassSource:
         return held[at : at + count]
 
     def wait(self) -> None:
-        """Until all is there. Raises as :meth:`corrections`."""
+        """Until all is there, or lost. Raises as :meth:`DealerStream.wait`."""
         with self._stream.changed:
-            self._stream.wait(lambda: self.complete)
+            self._stream.wait(lambda: self.complete or self.lost)
 
     def finish(self) -> None:
         """To be called when all was read.
 
         Raises:
-            ProtocolError: the dealer sent more than that.
+            ProtocolError: the dealer sent more than that. TransportError: its end is lost.
         """
-        self.wait()
-        if rest := self._points.rest + self._words.rest:
-            raise ProtocolError(f"the dealer sent {rest} bytes too many for pass {self.wanted.number}")
+        with self._stream.changed:
+            self._stream.wait(lambda: self.complete or self.lost or self._rest)
+            if self._rest:
+                raise ProtocolError(f"the dealer sent bytes too many for pass {self.wanted.number}")
+            if not self.complete:
+                raise self._broken()
 
     def put(self, part: pb.DealResponse, party: int) -> int:
         """Takes a part in, under the stream's lock; returns its bytes.
@@ -250,6 +277,8 @@ class PassSource:
             raise ProtocolError(f"the dealer sent pass {part.number} where {self.wanted.number} belongs")
         if len(part.corrections) % _WORD or (part.corrections and party == CLIENT):
             raise ProtocolError("the dealer sent corrections of a wrong size, or to a client")
+        if not (part.points or part.corrections or part.last):
+            raise ProtocolError("the dealer sent a part with nothing in it")
         self.begun = True
         self.complete = part.last
         if self.dropped:
@@ -263,13 +292,34 @@ class PassSource:
         """Nobody will read what has come and what will come."""
         with self._stream.changed:
             self.dropped = True
-            self._stream.took(self._points.rest + self._words.rest)
-            self._points, self._words = _Bytes(), _Bytes()
+            self._forget()
+
+    def lose(self) -> None:
+        """What has come has no rest, and must not be read; under the stream's lock."""
+        self.lost = True
+        self._forget()
+
+    def _forget(self) -> None:
+        self._stream.took(self._rest)
+        self._points.clear()
+        self._words.clear()
+
+    @property
+    def _rest(self) -> int:
+        return self._points.rest + self._words.rest
+
+    def _broken(self) -> TransportError:
+        return TransportError(
+            f"the dealer's stream broke in pass {self.wanted.number}: ask for it anew, under another number and other "
+            "counters"
+        )
 
     def _take(self, which: _Bytes, size: int) -> tuple[bytes, int]:
         with self._stream.changed:
             if not which.have(size):
-                self._stream.wait(lambda: self.complete or which.have(size))
+                self._stream.wait(lambda: self.complete or self.lost or which.have(size))
+                if self.lost:
+                    raise self._broken()
                 if not which.have(size):
                     raise ProtocolError(f"the dealer sent too little for pass {self.wanted.number}")
             self._stream.took(size)
@@ -309,10 +359,10 @@ class DealerStream:
     def ask(self, wanted: pb.Pass) -> PassSource:
         """Asks for a pass, ahead of need; returns at once. What is asked for must be read, or dropped.
 
-        Errors show when the material is read: TransportError (the dealer is gone, or the stream broke in mid-pass: the
-        pass must be asked for anew, under another number and other counters, by both parties), SessionLostError (the
-        dealer does not know the session any more), LimitError, ProtocolError (it refuses the pass). After one of them
-        the stream gives nothing more.
+        Errors show when the material is read: TransportError (the dealer is gone), SessionLostError (it does not know
+        the session any more), LimitError, ProtocolError (it refuses the pass). After one of them the stream gives
+        nothing more. A pass in which the stream broke is lost alone: it must be asked for anew, under another number
+        and other counters, by both parties.
         """
         source = PassSource(self, wanted)
         with self.changed:
@@ -340,8 +390,9 @@ class DealerStream:
                     raise TransportError("the stream of the dealer is closed")
                 self._dealer.check()
                 self.changed.wait(timeout=0.5)
-                if time.monotonic() - max(since, self._heard) > self._silence_s + self._retry_s and not there():
-                    raise TransportError(f"the dealer has sent nothing for {self._silence_s:.0f} s")
+                silent = self._call is not None and time.monotonic() - max(since, self._heard) > self._silence_s
+                if silent and not there():
+                    raise TransportError(f"the dealer has sent nothing for {self._silence_s:g} s")
         finally:
             self._hungry = False
 
@@ -354,6 +405,8 @@ class DealerStream:
     def close(self) -> None:
         """Ends the stream, and if it is a client's the session; what was not read is lost."""
         with self.changed:
+            if self._closed:
+                return
             self._closed = True
             self._requests.put(None)
             if self._asked or self._call is None:
@@ -363,6 +416,8 @@ class DealerStream:
         with self.changed:
             self._hang_up()
         self._thread.join()
+        if self._party == CLIENT and not isinstance(self._error, SessionLostError):
+            self._dealer.end(self._session)
 
     def __enter__(self) -> DealerStream:
         return self
@@ -379,8 +434,8 @@ class DealerStream:
                     raise TransportError("the dealer ended the stream")
                 except grpc.RpcError as error:
                     failed = self._dealer.error_of(error)
-                    if isinstance(failed, ProtocolError) and self._asked and self._asked[0].again:
-                        raise self._broken() from None  # it had begun, and nothing of it came
+                    if isinstance(failed, ProtocolError) and self._lose_again():
+                        continue
                     if not isinstance(failed, TransportError) or isinstance(failed, _FINAL):
                         raise failed from None
                 except TransportError:  # its end is tried again as any other
@@ -399,17 +454,20 @@ class DealerStream:
                 call.cancel()
         self._requests.put(None)
 
-    def _broken(self) -> TransportError:
-        return TransportError(
-            f"the dealer's stream broke in pass {self._asked[0].wanted.number}: ask for it anew, under another number "
-            "and other counters"
-        )
+    def _lose_again(self) -> bool:
+        """Whether what the dealer refuses is a pass that it had begun, and nothing of it came."""
+        with self.changed:
+            if not (self._asked and self._asked[0].again):
+                return False
+            self._asked.popleft().lose()
+            self.changed.notify_all()
+        return True
 
     def _connected(self) -> bool:
         """Opens the stream, trying for ``retry_s``; False when it is closed.
 
         Raises:
-            SordinoError: it cannot be opened, or it broke in mid-pass.
+            SordinoError: it cannot be opened.
         """
         until, said = time.monotonic() + self._retry_s, False
         with self.changed:
@@ -435,9 +493,11 @@ class DealerStream:
                 time.sleep(_RETRY_PAUSE_S)
                 continue
             with self.changed:
-                self._call = self._opening
+                self._call, self._heard = self._opening, time.monotonic()
                 if self._asked and self._asked[0].begun:
-                    raise self._broken()
+                    self._asked.popleft().lose()
+                    self.changed.notify_all()
+                # Dropped ones too: numbers go up, and the other party may still come to ask for these.
                 for source in self._asked:
                     source.again, source.sent = source.sent, True
                     self._requests.put(_asking(source.wanted))
@@ -448,6 +508,8 @@ class DealerStream:
         with self.changed:
             while self._ahead >= self._ahead_bytes and not self._hungry and not self._closed:
                 self.changed.wait()
+            if self._ahead >= _MOST_AHEAD:
+                raise ProtocolError(f"the dealer sent {_MOST_AHEAD >> 20} MiB without what is needed next")
             if not self._asked:
                 raise ProtocolError("the dealer sent material that nobody asked for")
             self._heard = time.monotonic()
