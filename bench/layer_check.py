@@ -32,7 +32,7 @@ from sordino.server.twoparty.session import TwoPartyModel
 from sordino.shared.errors import SordinoError, UnsupportedModelError
 from sordino.shared.manifest import CLIENT_DIR
 from sordino.shared.twoparty import numbers as nb
-from sordino.shared.twoparty.forward import MATRICES, Cache, Model, Sight, forward
+from sordino.shared.twoparty.forward import DOWN, MATRICES, OUT, QKV, Cache, Model, Sight, forward
 from sordino.shared.twoparty.numbers import rotary
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.tape import CLIENT, Given, Tape, append_masks
@@ -103,13 +103,19 @@ class Whole:
 
         with ThreadPoolExecutor(2) as pool:
             first, second = (job.result(120) for job in [pool.submit(run, i) for i in (0, 1)])
-        hidden = (first[0] + second[0]).view(np.int64) * 2.0**-nb.HIDDEN * shape.d**0.5
+        hidden = self.public.hidden(first[0] + second[0])
         inputs = {
-            place: (share + self._shares[1][place]).view(np.int64)
-            * 2.0 ** -(nb.RESIDUAL + nb.NORM if place[1] % 2 == 0 else 16)
+            place: (share + self._shares[1][place]).view(np.int64) * self._unit(*place)
             for place, share in self._shares[0].items()
         }
         return hidden, int((first[1] + second[1])[0]), inputs
+
+    def _unit(self, layer: int, matrix: int) -> float:
+        """Of what goes into a matrix."""
+        if matrix in (OUT, DOWN):
+            return 2.0**-nb.INPUT
+        one = self.public.layers[layer]
+        return 2.0 ** -(nb.RESIDUAL + nb.NORM) * (one.norm1 if matrix == QKV else one.norm2).factor
 
     def product(self, party: Party, layer: int, matrix: int, x: Array) -> Array:
         self._shares[party.index][layer, matrix] = x

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,17 +17,28 @@ from parties import Run, signed, uniform
 from safetensors.numpy import load_file
 from scipy.stats import chisquare
 
+from sordino.client.twoparty.linear import WordKey
 from sordino.client.twoparty.session import check_rows
+from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.server.store import MatrixStore
-from sordino.server.twoparty.session import StreamLink, TwoPartyModel, _layer
-from sordino.shared.errors import LimitError, RangeError, SessionLostError, TransportError
+from sordino.server.twoparty.session import PartySession, StreamLink, TwoPartyModel, _layer
+from sordino.shared.errors import (
+    LimitError,
+    ProtocolError,
+    RangeError,
+    SessionLostError,
+    TransportError,
+    UnsupportedModelError,
+)
 from sordino.shared.manifest import CLIENT_DIR
 from sordino.shared.twoparty import numbers as nb
-from sordino.shared.twoparty.forward import inverse_norm
+from sordino.shared.twoparty.dealt import Dealt
+from sordino.shared.twoparty.forward import Model, inverse_norm
 from sordino.shared.twoparty.numbers import growth
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.source import Dealer
 from sordino.shared.twoparty.steps import Trunc, TruncMul, TruncSquare
+from sordino.shared.twoparty.tokens import Head
 
 Array = np.ndarray[Any, Any]
 CHANCE = 1e-7
@@ -177,6 +190,131 @@ def test_layers_of_which_nothing_is_proven_are_named(bundle: Path, model: TwoPar
     assert _layer(shape, scaled, "model.layers.1.", weights)[2] > nb.MOST_GROWTH > grows
 
 
+# -- norms of any magnitude --------------------------------------------------------------------------------------------
+
+Tensors = dict[str, Any]
+
+
+def turned_over(tensors: Tensors, kind: nb.Family, prefix: str, by: float) -> Tensors:
+    """The same layer: weights of its norms times ``by``, and the matrices after them over it."""
+    out = dict(tensors)
+    for norm, modules in zip(kind.norms, (kind.modules[0], kind.modules[2]), strict=True):
+        for name in (f"{norm}.weight", f"{norm}.bias"):
+            if prefix + name in out:
+                out[prefix + name] = (out[prefix + name] * by).astype(np.float32)
+        for name in modules:
+            out[f"{prefix}{name}.scale"] = (out[f"{prefix}{name}.scale"] / by).astype(np.float32)
+    return out
+
+
+@pytest.mark.parametrize("by", [2.0**-20, 2.0**-12, 2.0**6])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_the_same_layer_has_the_same_integers(bundles: Callable[..., Path], family: str, by: float) -> None:
+    """Whatever part of it its norms' weights are: the same integers and constants, and what is proven of it."""
+    folder = bundles(family)
+    model, tensors = TwoPartyModel(MatrixStore(folder, "cpu")), load_file(folder / CLIENT_DIR / "client.safetensors")
+    shape = model.plan.shape
+    prefix, weights = f"{shape.kind.prefix}1.", [model.matrix(1, number).weights.numpy() for number in range(4)]
+    other = turned_over(tensors, shape.kind, prefix, by)
+    same, found = model.public.layers[1], nb.Layer.of(shape, model.plan.sizes[1], other, 1)
+    for name in ("norm1", "norm2"):
+        assert np.array_equal(getattr(found, name).weights, getattr(same, name).weights)
+        assert getattr(found, name).factor == by * getattr(same, name).factor
+    for name in ("turned", "out", "gate", "up", "down", "heads", "head_norms"):
+        assert np.array_equal(getattr(found, name), getattr(same, name))
+    (limits, constants, grows), right = (_layer(shape, one, prefix, weights) for one in (other, tensors))
+    assert (limits, grows) == (right[0], right[2])
+    assert all(map(np.array_equal, constants, right[1]))
+
+
+@pytest.mark.parametrize("by", [0.0005, 0.3, 60.0])
+def test_a_norm_of_any_magnitude_is_that_of_float64(model: TwoPartyModel, bundle: Path, by: float) -> None:
+    """All norms of a layer, and the last one, of which what is opened has the magnitude too."""
+    x, tensors = prompt(bundle), load_file(bundle / CLIENT_DIR / "client.safetensors")
+    plain, outside, _ = Whole(model, bundle)(x)
+    for layer in range(model.plan.shape.layers):
+        tensors = turned_over(tensors, model.plan.shape.kind, f"model.layers.{layer}.", by)
+    tensors["model.norm.weight"] *= np.float32(by)
+    hidden, more, found = Whole(model, bundle, Model.of(model.plan, tensors))(x)
+    assert outside == more == 0
+    assert first_bad(found, clear_inputs(model, tensors, x), 0.02) is None
+    assert np.abs(hidden / by - plain).max() < 0.02 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-4, 0.04, 1.0, 1000.0, 1e30])
+def test_weights_of_norms_have_their_bits(size: float) -> None:
+    """Of all magnitudes, and where some are much larger than others."""
+    rng = np.random.default_rng(3)
+    for spread in (0.0, 0.3, 3.0):
+        weights = (size * np.exp(spread * rng.normal(size=576))).astype(np.float32)
+        norm, weights = nb.Norm.of({"norm.weight": weights}, "norm"), weights.astype(np.float64)
+        assert np.linalg.norm(norm.real - weights) < 2.0**-nb.NORM * np.linalg.norm(weights)
+        assert 0.999 < np.sqrt(np.square(norm.real / norm.factor).mean()) < 2.001
+    with pytest.raises(UnsupportedModelError, match="finite"):
+        nb.Norm.of({"norm.weight": np.full(8, np.nan, np.float32)}, "norm")
+
+
+def test_norms_of_heads_go_by_their_magnitude(bundles: Callable[..., Path]) -> None:
+    """Weights keep their integers, what queries or keys are turned by has the magnitude, and the bound of keys too."""
+    folder = bundles("qwen3")
+    model, tensors = TwoPartyModel(MatrixStore(folder, "cpu")), load_file(folder / CLIENT_DIR / "client.safetensors")
+    shape, same, name = model.plan.shape, model.public.layers[0], "model.layers.0.self_attn.k_norm.weight"
+    queries, both = shape.heads * shape.head, (shape.heads + shape.groups) * shape.head
+    other = tensors | {name: tensors[name] / np.float32(256)}
+    found = nb.Layer.of(shape, model.plan.sizes[0], other, 0)
+    assert np.array_equal(found.head_norms, same.head_norms)
+    assert np.array_equal(found.turned[queries:both], same.turned[queries:both] / 256)
+    assert np.array_equal(found.turned[:queries], same.turned[:queries])
+    weights = [model.matrix(0, number).weights.numpy() for number in range(4)]
+    limits, _, _ = _layer(shape, tensors | {name: tensors[name] * np.float32(2.0**10)}, "model.layers.0.", weights)
+    with pytest.raises(RangeError, match="queries or keys"):
+        nb.Sizes.of("layer 0", limits)
+
+
+def test_logits_of_a_small_last_norm_are_chosen_among_as_of_a_large_one(bundle: Path, model: TwoPartyModel) -> None:
+    tensors, shape = load_file(bundle / CLIENT_DIR / "client.safetensors"), model.plan.shape
+    tensors["lm_head.weight"] = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    by = np.float32(2.0**-12)
+    other = tensors | {name: tensors[name] * f for name, f in (("model.norm.weight", by), ("lm_head.weight", 1 / by))}
+    assert nb.Choice.of(shape, other) == nb.Choice.of(shape, tensors)
+    assert np.array_equal(Head.of(shape, other).weights, Head.of(shape, tensors).weights)
+
+
+def test_biases_that_do_not_fit_are_refused(bundles: Callable[..., Path]) -> None:
+    """Where a norm's weights are so small beside a bias that its scale has no bits left."""
+    folder = bundles("qwen2")
+    model, tensors = TwoPartyModel(MatrixStore(folder, "cpu")), load_file(folder / CLIENT_DIR / "client.safetensors")
+    name, weights = "model.layers.0.self_attn.k_proj.bias", [model.matrix(0, i).weights.numpy() for i in range(4)]
+    with pytest.raises(RangeError, match=r"layers\.0\.: biases do not fit"):
+        _layer(model.plan.shape, tensors | {name: tensors[name] + np.float32(1e7)}, "model.layers.0.", weights)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["eps", "theta", "gate_cell"])
+@pytest.mark.parametrize("value", ["0.001", True, None, [1.0], "NaN"])
+def test_a_plan_of_other_types_is_malformed(model: TwoPartyModel, name: str, value: object) -> None:
+    body = json.loads(model.plan.to_json())
+    (body["sizes"][0] if name == "gate_cell" else body["shape"])[name] = float("nan") if value == "NaN" else value
+    assert nb.Plan.from_json(model.plan.to_json()) == model.plan
+    with pytest.raises(ProtocolError, match="malformed"):
+        nb.Plan.from_json(json.dumps(body).encode())
+
+
+def test_products_ahead_are_bounded_by_what_the_server_keeps(model: TwoPartyModel) -> None:
+    large = copy(model)
+    smollm = replace(model.plan.shape, layers=30, d=576, heads=9, groups=3, head=64, inner=1536)
+    large.plan = replace(model.plan, shape=smollm)
+    assert large.most_ahead == (512 << 20) // (30 * 8 * (960 + 576 + 3072 + 576))
+    session = PartySession(large, cast(Dealt, None), WordKey(parallel=False).public)
+    with pytest.raises(LimitError, match=f"--ahead {large.most_ahead} at most"):
+        next(session.products(pb.WordProducts(layer=0, matrix=0, rows=large.most_ahead + 1)))
+    large.plan = replace(model.plan, shape=replace(smollm, layers=80, d=8192, inner=28672, heads=64, head=128))
+    assert large.most_ahead == 160
+    assert model.most_ahead == 4096
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 2.0**15, 1e300])
 def test_what_cannot_be_a_row_is_refused(value: float) -> None:
     rows = np.zeros((2, 8))
@@ -235,7 +373,8 @@ def test_each_layer_is_that_of_float64(model: TwoPartyModel, bundle: Path) -> No
     print(f"largest error of an input of a matrix: {worst:.2g} of its largest entry")
     assert first_bad(found, right, 0.02) is None
     layers = list(model.public.layers)
-    layers[1] = replace(layers[1], norm2=layers[1].norm2 + np.uint64(1 << (nb.NORM - 2)))
+    norm = layers[1].norm2
+    layers[1] = replace(layers[1], norm2=replace(norm, weights=norm.weights + np.uint64(1 << (nb.NORM - 2))))
     _, _, found = Whole(model, bundle, replace(model.public, layers=tuple(layers)))(x)
     assert first_bad(found, right, 0.02) == "layer 1, the MLP's input"
 

@@ -92,7 +92,7 @@ class Both:
             ]
             first, second = (job.result(timeout=120) for job in jobs)
         assert [source.rest for source in sources] == [0, 0]
-        hidden = (first[0] + second[0]).view(np.int64) * 2.0**-nb.HIDDEN * shape.d**0.5
+        hidden = self.model.public.hidden(first[0] + second[0])
         return hidden, int((first[1] + second[1]).view(np.int64)[0])
 
 

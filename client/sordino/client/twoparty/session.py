@@ -333,7 +333,7 @@ class PartySession:
         words, left = shown + theirs[1:].reshape(shown.shape), int((outside + theirs[:1])[0])
         if choice is not None:
             return (words & np.uint64((1 << choice.number_bits) - 1)).astype(np.float64), left
-        return words.view(np.int64) * (2.0**-nb.HIDDEN * shape.d**0.5) + self._last_bias, left
+        return self._model.hidden(words) + self._last_bias, left
 
     def _begin(self, rows: int, kept: Sequence[int], tokens: int) -> tuple[deal_pb.Pass, PassSource]:
         """A pass, and its material: that which was asked for ahead, if it is of such a pass."""

@@ -35,6 +35,7 @@ from sordino.shared.twoparty.forward import DOWN, GATE_UP, MATRICES, OUT, QKV, C
 from sordino.shared.twoparty.lwe import messages, word_shape
 from sordino.shared.twoparty.numbers import (
     HOTTEST,
+    MOST_CONSTANT,
     MOST_GROWTH,
     NORMED,
     RESIDUAL,
@@ -42,6 +43,7 @@ from sordino.shared.twoparty.numbers import (
     TEMPERATURE,
     Bounds,
     Choice,
+    Norm,
     Plan,
     Shape,
     Sizes,
@@ -60,8 +62,11 @@ from sordino.shared.twoparty.tokens import choose
 U64 = NDArray[np.uint64]
 F64 = NDArray[np.float64]
 
-# Rows of masked products that a client may have made ahead, of each matrix.
+# Rows of masked products that a client may have made ahead, of each matrix, and what the server keeps of all of them.
 _MOST_ROWS: Final = 4096
+_MOST_KEPT_BYTES: Final = 512 << 20
+# However large a model: a client that runs out makes 128 more, and has up to 32.
+_LEAST_ROWS: Final = 160
 OPENED_ROWS: Final = 32  # of a pass, unless the provider says otherwise
 # Of a pass: its memory grows with rows times positions. A client's passes have 32.
 _MOST_PASS: Final = 128
@@ -135,6 +140,12 @@ class TwoPartyModel:
             raise UnknownGroupError(f"matrix {number} of layer {layer} does not exist")
         return self._matrices[layer][number]
 
+    @property
+    def most_ahead(self) -> int:
+        """Rows of products that a session may have made ahead."""
+        row = 8 * self.plan.shape.layers * sum(self.plan.shape.matrix(number)[1] for number in MATRICES)
+        return min(_MOST_ROWS, max(_LEAST_ROWS, _MOST_KEPT_BYTES // row))
+
 
 def _layer(
     shape: Shape, tensors: dict[str, NDArray[np.float32]], prefix: str, weights: list[NDArray[np.int8]]
@@ -142,30 +153,37 @@ def _layer(
     """Bounds; what biases add after each matrix: of the norm before it, times the matrix, and its own; and by how much
     a row of the residual can grow."""
     kind, root = shape.kind, math.sqrt(shape.d)
-    norms = [tensors[f"{prefix}{name}.weight"].astype(np.float64) for name in kind.norms]
+    norms = [Norm.of(tensors, prefix + name) for name in kind.norms]
     shifts = [tensors.get(f"{prefix}{name}.bias", np.zeros(shape.d)).astype(np.float64) for name in kind.norms]
     by = [scales(tensors, prefix, modules) for modules in kind.modules]
     own = [biases(tensors, prefix, modules) for modules in kind.modules]
     qkv, gate_up = weights[QKV] * by[QKV][:, None], weights[GATE_UP] * by[GATE_UP][:, None]
     added = qkv @ shifts[0] + own[QKV], gate_up @ shifts[1] + own[GATE_UP]
+    normed = [
+        sums / (by[matrix] * norm.factor * root)
+        for sums, matrix, norm in zip(added, (QKV, GATE_UP), norms, strict=True)
+    ]
+    if max(np.abs(one).max() for one in normed) > MOST_CONSTANT:
+        raise RangeError(f"{prefix}: biases do not fit, they are too large for the scales of their outputs")
     constants = [
-        integers(added[0] / (by[QKV] * root) * 2.0**NORMED),
+        integers(normed[0] * 2.0**NORMED),
         integers(_taken_off(own[OUT], centred=kind.centred) * 2.0 ** (RESIDUAL + SUM)),
-        integers(added[1] / (by[GATE_UP] * root) * 2.0**NORMED),
+        integers(normed[1] * 2.0**NORMED),
         integers(_taken_off(own[DOWN], centred=kind.centred) * 2.0 ** (RESIDUAL + SUM)),
     ]
-    heads = [tensors[f"{prefix}{name}.weight"].astype(np.float64) for name in kind.head_norms]
+    weights1, weights2 = (norm.real for norm in norms)
+    heads = [Norm.of(tensors, prefix + name).real for name in kind.head_norms]
     values = -shape.groups * shape.head
     grows = growth(
         shape,
-        qkv[values:] * norms[0],
+        qkv[values:] * weights1,
         weights[OUT] * by[OUT][:, None],
-        gate_up * norms[1],
+        gate_up * weights2,
         weights[DOWN] * by[DOWN][:, None],
         (added[0][values:], added[1]),
         (own[OUT], own[DOWN]),
     )
-    return bounds(shape, qkv, norms[0], gate_up, norms[1], added, heads), constants, max(grows)
+    return bounds(shape, qkv, weights1, gate_up, weights2, added, heads), constants, max(grows)
 
 
 def _taken_off(bias: F64, *, centred: bool) -> F64:
@@ -232,8 +250,12 @@ class PartySession:
         if not 1 <= request.rows <= _MOST_ROWS:
             raise ProtocolError(f"a request has 1 to {_MOST_ROWS} rows, this one {request.rows}")
         masks = self._masks.setdefault((request.layer, request.matrix), [])
-        if len(masks) + request.rows > _MOST_ROWS:
-            raise LimitError(f"{len(masks)} rows of this matrix are made already: use them first")
+        most = self._model.most_ahead
+        if len(masks) + request.rows > most:
+            raise LimitError(
+                f"{request.rows} more rows of products ahead, and {len(masks)} are not used yet: of this model the "
+                f"server keeps {most} a session (--ahead {most} at most)"
+            )
         outputs, inputs = matrix.weights.shape
         shape = word_shape(request.rows, inputs, outputs)
         asked = (request.layer, request.matrix, request.rows)

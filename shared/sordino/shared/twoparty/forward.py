@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sordino.shared.errors import UnsupportedModelError
 from sordino.shared.twoparty import numbers as nb
 from sordino.shared.twoparty.cells import Domain
-from sordino.shared.twoparty.numbers import Layer, Plan, Shape, Sizes, integers, rotary
+from sordino.shared.twoparty.numbers import Layer, Norm, Plan, Shape, Sizes, integers, rotary
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.steps import Trunc, TruncMul, TruncSquare, WithCache
 from sordino.shared.twoparty.tables import Curve, Exp, Gated, Highest, exp_tables, gate_table
@@ -47,20 +47,26 @@ class Model:
 
     plan: Plan
     layers: tuple[Layer, ...]
-    last_norm: U64
+    last_norm: Norm
     head: Head | None
+
+    def hidden(self, words: U64) -> nb.F64:
+        """What :func:`forward` gives, put together, as real numbers; less the bias of the last norm."""
+        out: nb.F64 = words.view(np.int64) * (2.0**-nb.HIDDEN * self.plan.shape.d**0.5 * self.last_norm.factor)
+        return out
 
     def digest(self) -> bytes:
         """SHA-256 of all public numbers, tables among them: shares of parties whose numbers differ add up to noise."""
         out = hashlib.sha256(self.plan.to_json())
         for layer, sizes in zip(self.layers, self.plan.sizes, strict=True):
             own = (layer.out_mean, layer.down_mean, layer.heads, layer.head_norms)
-            all_have = (layer.norm1, layer.norm2, layer.out, layer.gate, layer.up, layer.down)
+            all_have = (layer.norm1.weights, layer.norm2.weights, layer.out, layer.gate, layer.up, layer.down)
             for one in (*all_have, *(one for one in own if one is not None)):
                 out.update(one.tobytes())
             out.update(layer.turned.tobytes())
             out.update(gate_table(nb.GATE_BITS, sizes.gate_cell, self.plan.shape.activation).tobytes())
-        out.update(self.last_norm.tobytes())
+        out.update(self.last_norm.weights.tobytes())
+        out.update(np.float64(self.last_norm.factor).tobytes())
         for table in (*rotary(self.plan.shape, np.arange(nb.LONGEST)), *exp_tables()):
             out.update(table.tobytes())
         if self.head is not None:
@@ -76,11 +82,11 @@ class Model:
         """
         try:
             layers = [Layer.of(plan.shape, sizes, tensors, i) for i, sizes in enumerate(plan.sizes)]
-            norm = tensors[f"{plan.shape.kind.last}.weight"]
+            norm = Norm.of(tensors, plan.shape.kind.last)
         except KeyError as error:
             raise UnsupportedModelError(f"profile two-party needs tensor {error} in the client bundle") from None
         head = Head.of(plan.shape, tensors) if plan.choice is not None else None
-        return cls(plan, tuple(layers), integers(norm.astype(np.float64) * 2**nb.NORM), head)
+        return cls(plan, tuple(layers), norm, head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +267,7 @@ def forward(
     x, squares = last.square.run(party, x)
     t, inside = last.root.run(party, squares + party.public(_epsilon(shape, rows)))
     outside += party.public(np.full(1, rows, np.uint64)) - inside.sum()
-    return last.normed.run(party, x * model.last_norm, t), outside
+    return last.normed.run(party, x * model.last_norm.weights, t), outside
 
 
 def _scaled(y: U64, scales: U64, mean: U64 | None) -> U64:
@@ -278,7 +284,7 @@ def _normed(
     square: TruncSquare,
     root: Curve,
     x: U64,
-    norm: U64,
+    norm: Norm,
     linear: Linear,
     number: int,
     matrix: int,
@@ -286,7 +292,7 @@ def _normed(
 ) -> tuple[U64, U64, U64, U64]:
     """x truncated, 1 / its root mean square, the product of what is not normed yet, and how many are out of domain."""
     x, squares = square.run(party, x)
-    y = linear.product(party, number, matrix, x * norm)
+    y = linear.product(party, number, matrix, x * norm.weights)
     t, inside = root.run(party, squares + party.public(_epsilon(shape, len(x))))
     return x, t, y, party.public(np.full(1, len(x), np.uint64)) - inside.sum()
 

@@ -25,17 +25,17 @@ U64 = NDArray[np.uint64]
 RESIDUAL: Final = 13  # fraction bits
 LARGEST: Final = 33  # log2 of a row's sum of squares; beyond it is an error
 SUM: Final = 28  # more bits that the residual has until it is opened
-NORM: Final = 12  # of norm weights
+NORM: Final = 14  # of norm weights, over a power of two
 INPUT: Final = 16  # of the inputs of o_proj and down_proj
 ROOT: Final = 26  # of 1 / norm of the residual, once it is cut
-CUT_OUT: Final = 17  # of the outputs of a matrix before they are multiplied by it
-# Fraction bits of such products, before the scale of their channel and the root of d.
+CUT_OUT: Final = 19  # of the outputs of a matrix before they are multiplied by it
+# Fraction bits of such products, before the scale of their channel, the root of d and the norm's power of two.
 NORMED: Final = RESIDUAL + NORM - CUT_OUT + ROOT
 TURNED: Final = 18  # of the integers of rotary table and scales
 CUT_TURNED: Final = 40
 # Of heads with norms of their own: bits cut off of them, and of them times the weights of the norm.
 CUT_HEAD: Final = NORMED + TURNED - RESIDUAL
-CUT_HEAD_OUT: Final = 11
+CUT_HEAD_OUT: Final = 13
 HEAD: Final = RESIDUAL + NORM - CUT_HEAD_OUT + ROOT
 QUERY: Final = NORMED + TURNED - CUT_TURNED
 SCORE: Final = 2 * QUERY
@@ -49,7 +49,7 @@ LONGEST: Final = 2048  # positions of a cache, for which sums of values must fit
 GATE_CELL: Final = 48  # log2 of a gate's cell
 UP: Final = 14
 CUT_GATED: Final = GATED + UP - INPUT
-CUT_LAST: Final = 10
+CUT_LAST: Final = 12
 # Of the hidden states that come out, which are to be multiplied by the root of d.
 HIDDEN: Final = RESIDUAL + NORM - CUT_LAST + ROOT
 # Where tokens are chosen on shares: fraction bits of hidden states, weights of the head, logits, temperature and noise.
@@ -205,6 +205,8 @@ class Bounds:
 
 
 SLACK: Final = 1 + 2**-9  # rsqrt's error, and roundings
+# What biases may add to a product that is normed and not scaled: the rounding of its scale adds little to a wire then.
+MOST_CONSTANT: Final = 2.0**17
 
 
 def bounds(
@@ -234,7 +236,7 @@ def bounds(
         up=float(rows[shape.inner :].max(initial=1.0)),
         value=float(values.max()),
         score=float(scores.max()),
-        head=float(largest),
+        head=float(max(largest, norms_q.max() / math.sqrt(shape.head), norms_k.max())),
     )
 
 
@@ -281,6 +283,39 @@ def _spectral(matrices: F64) -> F64:
 def integers(values: F64) -> U64:
     """Rounded, as words of Z_2^64."""
     return np.rint(values).astype(np.int64).view(np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Public weights of a norm as integers, which have their bits whatever the weights' magnitude.
+
+    Attributes:
+        weights: ``[d]``, over ``factor``, with ``NORM`` fraction bits; their root mean square is in [1, 2).
+        factor: a power of two, which goes into the scales of what the weighed row is multiplied by.
+    """
+
+    weights: U64
+    factor: float
+
+    @property
+    def real(self) -> F64:
+        """``[d]``, as they are rounded."""
+        out: F64 = self.weights.view(np.int64).astype(np.float64) * (2.0**-NORM * self.factor)
+        return out
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, F32], name: str) -> Norm:
+        """From the client bundle's tensors.
+
+        Raises:
+            UnsupportedModelError: a weight is no number.
+        """
+        weights = tensors[f"{name}.weight"].astype(np.float64)
+        square = math.fsum(np.square(weights)) / len(weights)  # exact, so that both parties have the same power
+        if not math.isfinite(square):
+            raise UnsupportedModelError(f"profile two-party needs finite weights, and {name} has others")
+        factor = 2.0 ** ((math.frexp(square)[1] - 1) // 2)
+        return cls(integers(weights / factor * 2.0**NORM), factor)
 
 
 GATE_BITS: Final = 10
@@ -360,18 +395,20 @@ class Choice:
             UnsupportedModelError: they have no head. RangeError: its logits would not fit.
         """
         head, last, root = head_of(tensors), shape.kind.last, math.sqrt(shape.d)
-        norm = np.abs(tensors[f"{last}.weight"]) + np.float32(2.0 ** -(NORM + 1))
+        norm = Norm.of(tensors, last)
+        weights = np.abs(norm.real)
         added = head @ tensors.get(f"{last}.bias", np.zeros(shape.d, np.float32))
         # And roundings: of hidden states, less than a unit each, and of the head, half of one.
-        largest = root * SLACK * (np.sqrt(np.square(head) @ np.square(norm)) + norm.max() * 2.0 ** -(WEIGHT + 1))
-        largest += root * np.abs(head).sum(axis=1) * 2.0**-STATE
+        rounding = weights.max() / norm.factor * 2.0 ** -(WEIGHT + 1)
+        largest = root * SLACK * (np.sqrt(np.square(head) @ np.square(weights)) + rounding)
+        largest += root * norm.factor * np.abs(head).sum(axis=1) * 2.0**-STATE
         span = float((added + largest).max() - (added - largest).min())
         noise = math.log((GRAIN + 1) * math.log(2)) + (GRAIN + 1) * math.log(2)  # its largest less its smallest
         cells = (span + HOTTEST * noise) * 2.0**RESOLUTION + 4
         choice = cls(len(head), max(_CHOICE_BITS, math.ceil(math.log2(cells)) + 1))
         try:
             choice.check()
-            fits = np.abs(head).max() * root * 2.0**WEIGHT < 2.0**31 - 1
+            fits = np.abs(head).max() * root * norm.factor * 2.0**WEIGHT < 2.0**31 - 1
         except ValueError:
             fits = False
         if not fits:
@@ -454,14 +491,13 @@ class Plan:
         _check_whole(shape.positions, 1, 1 << 24)
         if shape.heads % shape.groups or shape.head % 2 or len(self.sizes) != shape.layers:
             raise ValueError("heads, groups or layers do not fit")
-        if not 1e-12 <= float(shape.eps) <= 1e-2 or not 0.0 <= float(shape.theta) <= 1e12:
-            raise ValueError("eps or theta")
+        _check_real(shape.eps, 1e-12, 1e-2)
+        _check_real(shape.theta, *((1.0, 1e12) if shape.kind.rotary else (0.0, 0.0)))
         for one in self.sizes:
             _check_whole(one.value, 1, QUERY + 2)
             _check_whole(one.score_bits, _SCORE_BITS, 20)
             _check_whole(one.cut_up, 1, 60)
-            if not 0 < float(one.gate_cell) < 1e6:
-                raise ValueError("gate_cell")
+            _check_real(one.gate_cell, 1e-300, 1e6)
         if self.choice is not None:
             self.choice.check()
 
@@ -471,20 +507,25 @@ def _check_whole(value: object, least: int, most: int) -> None:
         raise ValueError("a whole number is out of its range")
 
 
+def _check_real(value: object, least: float, most: float) -> None:
+    if type(value) is not float or not least <= value <= most:
+        raise ValueError("a real number is out of its range")
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer's public integers.
 
     Attributes:
-        norm1, norm2: ``[d]``. turned: scales of q, k and v, reals ``[heads*head + 2*groups*head]``, which go into the
-            rotary table. out, gate, up, down: integers by which outputs are multiplied.
+        turned: scales of q, k and v, reals ``[heads*head + 2*groups*head]``, which go into the rotary table. out, gate,
+            up, down: integers by which outputs are multiplied.
         out_mean, down_mean: by which their mean is taken off; None where it stays.
         heads, head_norms: scales of q and k, and weights of their norms, ``[(heads+groups)*head]``; None where heads
             have no norms of their own.
     """
 
-    norm1: U64
-    norm2: U64
+    norm1: Norm
+    norm2: Norm
     turned: F64
     out: U64
     gate: U64
@@ -499,26 +540,27 @@ class Layer:
     def of(cls, shape: Shape, sizes: Sizes, tensors: Mapping[str, F32], number: int) -> Layer:
         """From the client bundle's tensors."""
         kind, prefix = shape.kind, f"{shape.kind.prefix}{number}."
-        norms = [tensors[f"{prefix}{name}.weight"].astype(np.float64) for name in kind.norms]
+        norm1, norm2 = (Norm.of(tensors, prefix + name) for name in kind.norms)
         qkv, out, gate_up, down = (scales(tensors, prefix, modules) for modules in kind.modules)
         root, grown = math.sqrt(shape.d), 2.0 ** (RESIDUAL + SUM - INPUT)
-        turned, queries, both = root * qkv, shape.heads * shape.head, (shape.heads + shape.groups) * shape.head
+        turned, inner = root * norm1.factor * qkv, root * norm2.factor * gate_up
+        queries, both = shape.heads * shape.head, (shape.heads + shape.groups) * shape.head
         heads = head_norms = None
         if kind.head_norms:
-            weights = [tensors[f"{prefix}{name}.weight"].astype(np.float64) for name in kind.head_norms]
+            of_q, of_k = (Norm.of(tensors, prefix + name) for name in kind.head_norms)
             heads = integers(turned[:both] * 2.0**TURNED)
-            head_norms = integers(
-                np.concatenate([np.tile(weights[0], shape.heads), np.tile(weights[1], shape.groups)]) * 2**NORM
-            )
+            head_norms = np.concatenate([np.tile(of_q.weights, shape.heads), np.tile(of_k.weights, shape.groups)])
             turned[:both] = math.sqrt(shape.head) * 2.0 ** (NORMED - HEAD)
+            turned[:queries] *= of_q.factor
+            turned[queries:both] *= of_k.factor
         turned[:queries] /= math.sqrt(shape.head)
         return cls(
-            norm1=integers(norms[0] * 2**NORM),
-            norm2=integers(norms[1] * 2**NORM),
+            norm1=norm1,
+            norm2=norm2,
             turned=turned,
             out=integers(out * grown),
-            gate=integers(gate_up[: shape.inner] * root * 2.0 ** (GATE_CELL - NORMED) / sizes.gate_cell),
-            up=integers(gate_up[shape.inner :] * root * 2.0 ** (sizes.cut_up + UP - NORMED)),
+            gate=integers(inner[: shape.inner] * 2.0 ** (GATE_CELL - NORMED) / sizes.gate_cell),
+            up=integers(inner[shape.inner :] * 2.0 ** (sizes.cut_up + UP - NORMED)),
             down=integers(down * grown),
             out_mean=integers(out * grown / shape.d) if kind.centred else None,
             down_mean=integers(down * grown / shape.d) if kind.centred else None,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sordino.shared.jit import compiled
 from sordino.shared.twoparty import numbers as nb
 from sordino.shared.twoparty import points
-from sordino.shared.twoparty.numbers import Choice, Shape, head_of
+from sordino.shared.twoparty.numbers import Choice, Norm, Shape, head_of
 from sordino.shared.twoparty.party import Party
 from sordino.shared.twoparty.steps import Trunc
 from sordino.shared.twoparty.tables import index
@@ -44,8 +44,8 @@ class Head:
     """The public head as integers.
 
     Attributes:
-        weights: ``[V, d]``, times the root of d, with ``WEIGHT`` fraction bits. constant: ``[V]``, what the bias of the
-            last norm adds to logits.
+        weights: ``[V, d]``, times the root of d and the last norm's factor, with ``WEIGHT`` fraction bits. constant:
+            ``[V]``, what the bias of the last norm adds to logits.
     """
 
     weights: I32
@@ -61,8 +61,9 @@ class Head:
         weights = head_of(tensors)
         bias = tensors.get(f"{shape.kind.last}.bias")
         added = np.zeros(len(weights)) if bias is None else weights.astype(np.float64) @ bias
+        factor = math.sqrt(shape.d) * Norm.of(tensors, shape.kind.last).factor
         return cls(
-            np.rint(weights * np.float32(math.sqrt(shape.d) * 2**nb.WEIGHT)).astype(np.int32),
+            np.rint(weights * np.float32(factor * 2**nb.WEIGHT)).astype(np.int32),
             nb.integers(added * 2.0**nb.LOGIT),
         )
 
