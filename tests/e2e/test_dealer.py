@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from sordino.shared.errors import (
     SessionLostError,
     TransportError,
 )
+from sordino.shared.transport import OPENED_KEY
+from sordino.shared.twoparty import source as source_module
 from sordino.shared.twoparty.numbers import Plan, Shape, Sizes
 from sordino.shared.twoparty.passes import ranges
 from sordino.shared.twoparty.source import Dealer, PassSource
@@ -387,3 +391,170 @@ def test_a_pass_that_nobody_reads_takes_no_room(process: DealerProcess) -> None:
             next_one = stream.ask(wanted(2, 1, 3))
             next_one.wait()
             assert stream._ahead == next_one._points.rest + next_one._words.rest > 0
+
+
+def test_a_client_that_closes_in_the_middle_of_a_pass_ends_the_session(process: DealerProcess) -> None:
+    with Parties(process, LARGE, silence_s=5) as both:
+        both.streams[CLIENT].ask(wanted(0, 1, 0)).points(1)
+        both.streams[CLIENT].ask(wanted(1, 1, 1))
+        both.streams[CLIENT].close()
+        with both.streams[SERVER].changed, pytest.raises(SessionLostError, match="client has ended"):
+            both.streams[SERVER].wait(lambda: False)
+
+
+def test_only_its_client_ends_a_session(process: DealerProcess) -> None:
+    with Parties(process) as both:
+        both.dealers[SERVER].end(both.session)
+        token = TokenFile(process.state / "client" / "tokens.json").issue("another")
+        with Dealer(f"grpcs://127.0.0.1:{process.port}", process.state / "ca.pem", token) as another:
+            another.end(both.session)
+        both.streams[CLIENT].ask(wanted(0, 1, 0)).points(1)
+
+
+def test_a_dealer_that_has_come_back_is_found_at_once(tmp_path: Path) -> None:
+    """By a connection that has just seen it away: a server has one for all its clients."""
+    with DealerProcess(tmp_path) as process, process.dealer(CLIENT) as client:
+        client.begin("model", PLAN)
+        process.kill()
+        back = threading.Timer(0.2, process.start)
+        back.start()
+        try:
+            assert len(client.begin("model", PLAN)[1]) == 32
+        finally:
+            back.join()
+
+
+class Relay:
+    """Passes connections on, until the dealer has sent so many bytes more: then it breaks all of them, once."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._left: int | None = None
+        self._ends: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def break_after(self, size: int) -> None:
+        self._left = size
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, far = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._to))
+                self._ends += [near, far]
+                for ends in ((near, far), (far, near)):
+                    self._threads.append(threading.Thread(target=self._pass_on, args=ends))
+                    self._threads[-1].start()
+
+    def _pass_on(self, source: socket.socket, into: socket.socket) -> None:
+        counted = source.getpeername()[1] == self._to
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if counted and self._left is not None:
+                    self._left -= (size := min(self._left, len(data)))
+                    into.sendall(data[:size])
+                    if not self._left:
+                        self._left = None
+                        self._break()
+                else:
+                    into.sendall(data)
+        self._break(source, into)
+
+    def _break(self, *ends: socket.socket) -> None:
+        for end in ends or self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._break(self._listener)
+        self._break()
+        for thread in self._threads:
+            thread.join()
+        for end in (self._listener, *self._ends):
+            end.close()
+
+
+MIDDLE = Plan(shape(layers=12, d=64, heads=4, groups=2, inner=128), (SIZES,) * 12)
+
+
+@pytest.mark.parametrize("size", [2000, 100_000], ids=["nothing-came", "something-came"])
+@pytest.mark.parametrize("party", [CLIENT, SERVER])
+def test_a_pass_in_which_the_connection_breaks_is_lost_alone(process: DealerProcess, party: int, size: int) -> None:
+    """Nothing of it can be read any more, then or after; the session goes on with the next number."""
+    with Relay(process.port) as relay, Parties(process, MIDDLE) as both:
+        far = Dealer(f"grpcs://127.0.0.1:{relay.port}", process.state / "ca.pem", process.token(party))
+        both.streams[party] = far.stream(both.session, party, retry_s=20, silence_s=20, ahead_bytes=1 << 20)
+        with far, both.streams[party] as stream:
+            with stream.changed:
+                stream.wait(lambda: stream._call is not None)
+            relay.break_after(size)
+            lost, ahead = stream.ask(wanted(0, 1, 0)), stream.ask(wanted(1, 1, 1))
+            lost.wait()
+            assert lost.lost
+            assert lost.begun == (size > 2000)
+            with pytest.raises(TransportError, match="broke in pass 0"):
+                lost.points(1)
+            other = both.streams[SERVER - party].ask(wanted(1, 1, 1))
+            points, words = by_hand(both.keys, MIDDLE, 1, 1, [1])
+            assert len(points) > size
+            assert read(ahead, len(points), len(words) // 8 * (party == SERVER), 100_000)[0] == points
+            assert read(other, len(points), len(words) // 8 * (party != SERVER), 100_000)[0] == points
+
+
+class Lying(pb_grpc.DealerServicer):
+    """Sends what it is told to, and then nothing."""
+
+    def __init__(self, parts: Iterable[pb.DealResponse]) -> None:
+        self._parts = parts
+
+    def Deal(self, requests: Iterator[pb.DealRequest], context: Any) -> Iterator[pb.DealResponse]:
+        context.send_initial_metadata(((OPENED_KEY, "1"),))
+        yield from self._parts
+        for _ in requests:
+            pass
+
+
+SOME = pb.DealResponse(number=0, points=bytes(1 << 20))
+LIES = {
+    "nothing": (repeat(pb.DealResponse(number=0)), ProtocolError, "nothing in it"),
+    "silence": ((), TransportError, "sent nothing for 1 s"),
+    "other-things": (repeat(SOME), ProtocolError, "8 MiB without what is needed"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_a_lying_dealer_sends_has_an_end(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes no more than so much memory."""
+    parts, error, text = LIES[lie]
+    monkeypatch.setattr(source_module, "_MOST_AHEAD", 8 << 20)
+    with lied_to(parts) as source, pytest.raises(error, match=text):
+        source.corrections(1)
+
+
+def test_surplus_is_noticed_whether_it_ends_or_not() -> None:
+    for parts in ([SOME, SOME, pb.DealResponse(number=0, last=True)], repeat(SOME)):
+        with lied_to(parts) as source:
+            source.points(1 << 20)
+            with pytest.raises(ProtocolError, match="too many"):
+                source.finish()
+
+
+@contextmanager
+def lied_to(parts: Iterable[pb.DealResponse]) -> Iterator[PassSource]:
+    """A server's pass 0."""
+    with ThreadPoolExecutor(2) as pool:
+        lying = grpc.server(pool)
+        pb_grpc.add_DealerServicer_to_server(Lying(parts), lying)
+        port = lying.add_insecure_port("127.0.0.1:0")
+        lying.start()
+        with (
+            Dealer(f"grpc://127.0.0.1:{port}", None, "sord_x") as dealer,
+            dealer.stream(bytes(16), SERVER, silence_s=1, ahead_bytes=2 << 20) as stream,
+        ):
+            yield stream.ask(wanted(0, 1, 0))
+        lying.stop(0).wait()
