@@ -162,6 +162,7 @@ class DealerService(pb_grpc.DealerServicer):
                 for part in _parts(corrections):
                     yield pb.DealResponse(number=wanted.number, corrections=part)
                     self._metrics.sent(party, "corrections", len(part))
+                del points, corrections  # of which memory counts until both parties have them, and the next may wait
         self._metrics.dealt(party, wanted.rows)  # before the party can see it
         yield pb.DealResponse(number=wanted.number, last=True)
 

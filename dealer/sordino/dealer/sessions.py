@@ -96,9 +96,10 @@ class Dealing:
         self.making: asyncio.Task[None] | None = None
         self._held: dict[int, tuple[bytes, bytes]] = {}
 
-    def layer(self, at: int) -> tuple[bytes, bytes]:
-        """One that is made, and that a party has still to fetch."""
-        return self._held[at]
+    def layer(self, at: int, party: int) -> tuple[bytes, bytes]:
+        """What a party that has still to fetch it gets of one that is made."""
+        points, corrections = self._held[at]
+        return points, corrections if party == SERVER else b""
 
     def put(self, material: tuple[bytes, bytes]) -> None:
         """The next layer."""
@@ -348,8 +349,7 @@ class Sessions:
             for at in range(dealing.layers):
                 if at == dealing.made:
                     await self._made(session, dealing, at)
-                points, corrections = dealing.layer(at)
-                yield points, corrections if party == SERVER else b""
+                yield dealing.layer(at, party)
                 dealing.took(party, at + 1)
                 session.check()
         finally:
