@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -521,9 +520,9 @@ class Lying(pb_grpc.DealerServicer):
 
 SOME = pb.DealResponse(number=0, points=bytes(1 << 20))
 LIES = {
-    "nothing": (repeat(pb.DealResponse(number=0)), ProtocolError, "nothing in it"),
+    "nothing": ([pb.DealResponse(number=0)] * 1000, ProtocolError, "nothing in it"),
     "silence": ((), TransportError, "sent nothing for 1 s"),
-    "other-things": (repeat(SOME), ProtocolError, "8 MiB without what is needed"),
+    "other-things": ([SOME] * 32, ProtocolError, "8 MiB without what is needed"),
 }
 
 
@@ -537,7 +536,7 @@ def test_what_a_lying_dealer_sends_has_an_end(lie: str, monkeypatch: pytest.Monk
 
 
 def test_surplus_is_noticed_whether_it_ends_or_not() -> None:
-    for parts in ([SOME, SOME, pb.DealResponse(number=0, last=True)], repeat(SOME)):
+    for parts in ([SOME, SOME, pb.DealResponse(number=0, last=True)], [SOME] * 32):
         with lied_to(parts) as source:
             source.points(1 << 20)
             with pytest.raises(ProtocolError, match="too many"):

@@ -21,6 +21,7 @@ from twoparty import DealerProcess, serve_with
 
 from sordino.client.proxy import RecordingProxy, Tamper
 from sordino.client.twoparty.connect import TwoPartyConnected, connect
+from sordino.proto.v1 import dealer_pb2 as deal_pb
 from sordino.proto.v1 import sordino_pb2 as pb
 from sordino.server.app import ServerConfig
 from sordino.server.service import Limits, SordinoService
@@ -36,7 +37,8 @@ from sordino.shared.errors import (
     TransportError,
     UnknownGroupError,
 )
-from sordino.shared.twoparty.source import Dealer
+from sordino.shared.twoparty.source import Dealer, PassSource
+from sordino.shared.twoparty.tape import CLIENT, SERVER
 
 IDLE_S = 1.5
 PLACES = 6
@@ -531,3 +533,70 @@ def test_a_server_that_is_killed_in_an_answer(
         again = link_to(process.target, dealer, cache, **options)
         with again.session:
             assert ask(again) == right
+
+
+def test_a_pass_asked_ahead_that_is_lost_costs_a_number_and_nothing_else(
+    linked: Callable[..., TwoPartyConnected],
+) -> None:
+    """The client's stream from the dealer broke in it, between two tokens."""
+    rows = np.linspace(-1, 1, 4 * 64).reshape(4, -1)
+
+    def run(*, losing: bool) -> list[np.ndarray[Any, Any]]:
+        session, kept, found = linked(ahead=4).session, list[int](), []
+        for row in rows[:, : session.plan.shape.d]:
+            hidden, new = session.forward(row[None], kept)
+            kept += new
+            found.append(hidden)
+            assert session._ahead is not None
+            wanted, source = session._ahead
+            source.wait()
+            if losing:
+                with session._dealing.stream.changed:
+                    source.lose()
+        assert wanted.number == (7 if losing else 4)
+        return found
+
+    for lost, right in zip(run(losing=True), run(losing=False), strict=True):
+        assert np.abs(lost - right).max() < 0.02 * np.abs(right).max()
+
+
+def test_a_dealer_that_falls_silent(linked: Callable[..., TwoPartyConnected], dealer: DealerProcess) -> None:
+    """No longer than any other message is waited for."""
+    connected = linked(timeout_s=1)
+    dealer.signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(SessionLostError, match="the dealer has sent nothing for 1 s"):
+            connected.session.ask_ahead(1, [])
+    finally:
+        dealer.signal(signal.SIGCONT)
+
+
+def test_a_server_that_ends_while_the_dealer_is_waited_for(
+    server: PartyServer, dealer: DealerProcess, cache: Path
+) -> None:
+    with RecordingProxy(server.target, keep_bytes=()) as proxy:
+        connected = link_to(proxy.target, dealer, cache)
+        dealer.signal(signal.SIGSTOP)
+        try:
+            threading.Timer(0.5, proxy.close).start()
+            with pytest.raises(SessionLostError, match="while the dealer was waited for, the server ended"):
+                connected.session.ask_ahead(1, [])
+        finally:
+            dealer.signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("party", [CLIENT, SERVER])
+def test_a_dealer_that_sends_too_much(
+    linked: Callable[..., TwoPartyConnected], monkeypatch: pytest.MonkeyPatch, party: int
+) -> None:
+    """To either: it is told at the end of the pass, and nothing of it is used."""
+    put = PassSource.put
+
+    def more(source: PassSource, part: deal_pb.DealResponse, to: int) -> int:
+        if part.last and to == party:
+            part.points = b"1"
+        return put(source, part, to)
+
+    monkeypatch.setattr(PassSource, "put", more)
+    with pytest.raises(ProtocolError, match="bytes too many for pass 0"):
+        ask(linked())
