@@ -206,7 +206,7 @@ class Bounds:
 
 SLACK: Final = 1 + 2**-9  # rsqrt's error, and roundings
 # What biases may add to a product that is normed and not scaled: the rounding of its scale adds little to a wire then.
-MOST_CONSTANT: Final = 2.0**17
+MOST_CONSTANT: Final = 2.0**16
 
 
 def bounds(
