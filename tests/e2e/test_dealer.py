@@ -506,15 +506,16 @@ def test_a_pass_in_which_the_connection_breaks_is_lost_alone(process: DealerProc
 
 
 class Lying(pb_grpc.DealerServicer):
-    """Sends what it is told to, and then nothing."""
+    """Sends what it is told to on every stream, and then nothing, or the stream's end."""
 
-    def __init__(self, parts: Iterable[pb.DealResponse]) -> None:
+    def __init__(self, parts: Iterable[pb.DealResponse], *, ends: bool) -> None:
         self._parts = parts
+        self._ends = ends
 
     def Deal(self, requests: Iterator[pb.DealRequest], context: Any) -> Iterator[pb.DealResponse]:
         context.send_initial_metadata(((OPENED_KEY, "1"),))
         yield from self._parts
-        for _ in requests:
+        while not self._ends and next(requests, None) is not None:
             pass
 
 
@@ -543,12 +544,20 @@ def test_surplus_is_noticed_whether_it_ends_or_not() -> None:
                 source.finish()
 
 
+def test_material_of_one_number_is_never_read_twice() -> None:
+    """Not from a dealer that deals it anew after a break either."""
+    with lied_to([SOME], ends=True) as source:
+        source.points(1 << 19)
+        with pytest.raises(TransportError, match="broke in pass 0"):
+            source.points(1 << 20)
+
+
 @contextmanager
-def lied_to(parts: Iterable[pb.DealResponse]) -> Iterator[PassSource]:
+def lied_to(parts: Iterable[pb.DealResponse], *, ends: bool = False) -> Iterator[PassSource]:
     """A server's pass 0."""
     with ThreadPoolExecutor(2) as pool:
         lying = grpc.server(pool)
-        pb_grpc.add_DealerServicer_to_server(Lying(parts), lying)
+        pb_grpc.add_DealerServicer_to_server(Lying(parts, ends=ends), lying)
         port = lying.add_insecure_port("127.0.0.1:0")
         lying.start()
         with (
