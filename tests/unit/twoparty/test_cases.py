@@ -254,6 +254,23 @@ def test_weights_of_norms_have_their_bits(size: float) -> None:
         nb.Norm.of({"norm.weight": np.full(8, np.nan, np.float32)}, "norm")
 
 
+def test_a_norm_whose_weights_are_all_0_gives_nothing(model: TwoPartyModel, bundle: Path) -> None:
+    x, tensors, prefix = prompt(bundle), load_file(bundle / CLIENT_DIR / "client.safetensors"), "model.layers.0."
+    for name in nb.FAMILIES["llama"].norms:
+        tensors[f"{prefix}{name}.weight"] *= np.float32(0)
+    limits, _, grows = _layer(
+        model.plan.shape, tensors, prefix, [model.matrix(0, number).weights.numpy() for number in range(4)]
+    )
+    other = copy(model)
+    other.plan = replace(model.plan, sizes=(nb.Sizes.of(prefix, limits), *model.plan.sizes[1:]))
+    other.plan.check()
+    assert grows == 0
+    _, outside, found = Whole(other, bundle, Model.of(other.plan, tensors))(x)
+    assert outside == 0
+    right = clear_inputs(model, tensors, x)
+    assert first_bad(*({place: one[place] for place in right if place[0]} for one in (found, right)), 0.02) is None
+
+
 def test_norms_of_heads_go_by_their_magnitude(bundles: Callable[..., Path]) -> None:
     """Weights keep their integers, what queries or keys are turned by has the magnitude, and the bound of keys too."""
     folder = bundles("qwen3")

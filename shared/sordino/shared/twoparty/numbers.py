@@ -205,6 +205,7 @@ class Bounds:
 
 
 SLACK: Final = 1 + 2**-9  # rsqrt's error, and roundings
+_LEAST: Final = 2.0**-40  # of a bound that is a size: a norm's weights may all be 0
 # What biases may add to a product that is normed and not scaled: the rounding of its scale adds little to a wire then.
 MOST_CONSTANT: Final = 2.0**16
 
@@ -232,11 +233,11 @@ def bounds(
     rows = root * np.linalg.norm(gate_up * norm2, axis=1) + np.abs(added[1])
     values = root * np.linalg.norm(after[q_rows + k_rows :], axis=1) + np.abs(added[0][q_rows + k_rows :])
     return Bounds(
-        gate=float(rows[: shape.inner].max()),
+        gate=float(rows[: shape.inner].max(initial=_LEAST)),
         up=float(rows[shape.inner :].max(initial=1.0)),
-        value=float(values.max()),
+        value=float(values.max(initial=_LEAST)),
         score=float(scores.max()),
-        head=float(max(largest, norms_q.max() / math.sqrt(shape.head), norms_k.max())),
+        head=float(max(largest, norms_q.max() / math.sqrt(shape.head), norms_k.max(), _LEAST)),
     )
 
 
