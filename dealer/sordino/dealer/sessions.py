@@ -113,6 +113,11 @@ class Dealing:
         for at in [at for at in self._held if at < min(self.taken)]:
             self.held_bytes -= sum(map(len, self._held.pop(at)))
 
+    def drop(self) -> None:
+        """Nobody wants more of it: a layer that waits for a thread is not made."""
+        if self.making is not None:
+            self.making.cancel()
+
 
 class Session:
     """Of one client and one server.
@@ -157,6 +162,8 @@ class Session:
         if self.is_open:
             self._ended(self, reason)
         self._fault = error
+        for dealing in self.dealings.values():
+            dealing.drop()
         self.dealings.clear()
         for stream in self.streams:
             if stream is not None:
@@ -210,6 +217,7 @@ class Session:
         """A party has all of a pass, or wants no more of it."""
         dealing.took(party, dealing.layers)
         if min(dealing.taken) == dealing.layers:
+            dealing.drop()
             self.dealings.pop(dealing.wanted.number, None)
 
     def _new(self, wanted: pb.Pass) -> Dealing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -314,6 +315,33 @@ def test_a_party_cancelled_while_a_layer_is_made_takes_nothing_from_the_other() 
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert await fetch(sessions, session, SERVER, one) == by_hand(session.keys, 0, 2, [0, 1])
+
+    dealer(program)
+
+
+@pytest.mark.parametrize("how", ["both leave", "the session ends"])
+def test_what_nobody_wants_any_more_is_not_made(how: str) -> None:
+    async def program(sessions: Sessions, _: bytes, session: Session) -> None:
+        free, both, loop = threading.Event(), threading.Barrier(2), asyncio.get_running_loop()
+        busy = [loop.run_in_executor(sessions._threads, free.wait, 60) for _ in range(2)]
+        tasks = [asyncio.ensure_future(fetch(sessions, session, party, wanted(0, 1, 0))) for party in (CLIENT, SERVER)]
+        while not session.dealings or session.dealings[0].making is None:
+            await asyncio.sleep(0)
+        for _ in range(3):  # it waits for a thread
+            await asyncio.sleep(0)
+        maker = session.dealings[0].maker
+        if how == "both leave":
+            for task in tasks:
+                task.cancel()
+        else:
+            sessions.end(session)
+        for _ in range(9):
+            await asyncio.sleep(0)
+        free.set()
+        await asyncio.gather(*tasks, *busy, return_exceptions=True)
+        await asyncio.gather(*(loop.run_in_executor(sessions._threads, both.wait, 60) for _ in range(2)))
+        assert maker._layer == 0
+        assert not session.dealings
 
     dealer(program)
 
