@@ -319,6 +319,12 @@ def test_a_plan_of_other_types_is_malformed(model: TwoPartyModel, name: str, val
         nb.Plan.from_json(json.dumps(body).encode())
 
 
+@pytest.mark.parametrize("raw", [b"", b"[1]", b"null", b"1", b'"x"', b"{}", b"[" * 100_000, b"\xff"])
+def test_a_plan_that_is_none_is_malformed(raw: bytes) -> None:
+    with pytest.raises(ProtocolError, match="malformed"):
+        nb.Plan.from_json(raw)
+
+
 def test_products_ahead_are_bounded_by_what_the_server_keeps(model: TwoPartyModel) -> None:
     large = copy(model)
     smollm = replace(model.plan.shape, layers=30, d=576, heads=9, groups=3, head=64, inner=1536)

@@ -471,7 +471,7 @@ class Plan:
         """
         try:
             body = json.loads(raw)
-            choice = Choice(**body["choice"]) if body.get("choice") is not None else None
+            choice = Choice(**body["choice"]) if body["choice"] is not None else None
             plan = cls(Shape(**body["shape"]), tuple(Sizes(**one) for one in body["sizes"]), choice)
             plan.check()
         except (KeyError, TypeError, ValueError, RecursionError) as error:
