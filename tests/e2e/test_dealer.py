@@ -334,6 +334,14 @@ def test_a_silent_party_costs_the_other_a_clear_limit_and_the_dealer_no_more(tmp
             both.streams[SERVER].wait(lambda: False)
 
 
+@pytest.mark.parametrize(("arguments", "most"), [((), 4), (("--held-token-mib", "3"), 3)])
+def test_a_token_has_a_quarter_unless_it_is_said(tmp_path: Path, arguments: tuple[str, ...], most: int) -> None:
+    with DealerProcess(tmp_path, "--held-mib", "16", *arguments) as process, Parties(process, LARGE) as both:
+        source = both.streams[CLIENT].ask(wanted(0, 8, 0))
+        with pytest.raises(LimitError, match=f"may hold {most} MiB"):
+            source.points(1)
+
+
 def test_health_needs_no_token(process: DealerProcess) -> None:
     credentials = grpc.ssl_channel_credentials((process.state / "ca.pem").read_bytes())
     with grpc.secure_channel(f"127.0.0.1:{process.port}", credentials) as channel:
