@@ -286,15 +286,23 @@ def test_impossible_choices_are_refused(change: Callable[[], Choice]) -> None:
         change().check()
 
 
+def joined(plan: Plan) -> Session:
+    session = Session("client", "c", "f", plan, lambda *_: None)
+    session.holders[SERVER] = "server"
+    return session
+
+
 @pytest.mark.parametrize(("choice", "most"), [(None, 0), (Choice(300, 18), 4)])
 def test_the_dealer_deals_tokens_that_the_plan_has(choice: Choice | None, most: int) -> None:
     """Of as many rows as a pass has; in parts of which each is as large as its steps say."""
     plan = Plan(shape(D), (Sizes(value=14, score_bits=8, gate_cell=0.1, cut_up=30),), choice)
     assert Plan.from_json(plan.to_json()) == plan
-    session = Session("client", "c", "f", plan, lambda *_: None)
+    session = joined(plan)
     for tokens in range(most, -1, -1):
         number = most - tokens
-        dealing = session.ask(CLIENT, pb.Pass(number=number, rows=4, first_counter=4 * number, tokens=tokens))
+        wanted = pb.Pass(number=number, rows=4, first_counter=4 * number, tokens=tokens)
+        dealing = session.ask(CLIENT, wanted)
+        assert session.ask(SERVER, wanted) is dealing
         assert dealing.layers == plan.parts(tokens)
         for layer in range(dealing.layers):
             assert sum(map(len, dealing.maker.make())) == layer_bytes(plan, layer, 4, 4, tokens)
@@ -304,7 +312,7 @@ def test_the_dealer_deals_tokens_that_the_plan_has(choice: Choice | None, most: 
 
 def test_parties_that_ask_for_different_tokens_end_their_session() -> None:
     plan = Plan(shape(D), (Sizes(value=14, score_bits=8, gate_cell=0.1, cut_up=30),), Choice(300, 18))
-    session = Session("client", "c", "f", plan, lambda *_: None)
+    session = joined(plan)
     session.ask(CLIENT, pb.Pass(number=0, rows=2, first_counter=0, tokens=1))
     with pytest.raises(ProtocolError, match="different passes under number 0: tokens"):
         session.ask(SERVER, pb.Pass(number=0, rows=2, first_counter=0, tokens=2))
