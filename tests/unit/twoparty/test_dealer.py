@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,9 @@ import pytest
 
 from sordino.dealer.deal import deal, deal_with_cache
 from sordino.dealer.layers import PassMaker
+from sordino.dealer.metrics import Metrics
 from sordino.dealer.press import Press
+from sordino.dealer.service import DealerService
 from sordino.dealer.sessions import Limits, Session, Sessions
 from sordino.proto.v1 import dealer_pb2 as pb
 from sordino.shared.errors import FingerprintError, LimitError, ProtocolError, SessionLostError, SordinoError
@@ -387,6 +390,30 @@ def test_sessions_that_ask_at_once_hold_no_more_than_there_may_be() -> None:
         assert 0 < sessions.held_bytes <= 3 * NEXT
 
     dealer(program, held_bytes=3 * NEXT, wait_s=0.1)
+
+
+def test_streams_that_wait_for_room_keep_no_layer_that_both_have() -> None:
+    async def program(sessions: Sessions, _: bytes, session: Session) -> None:
+        service = DealerService(sessions, Metrics())
+        other = begun(sessions, "c" * 64)
+        streams = [service._pass(session, party, wanted(0, 1, 0)) for party in (CLIENT, SERVER)]
+        for stream in (*streams, streams[SERVER]):  # the server's corrections, too
+            await anext(stream)
+        points = session.dealings[0].layer(0, CLIENT)[0]
+        maker = session.dealings[0].maker
+        await fetch(sessions, other, CLIENT, wanted(0, 1, 0), layers=1)
+        sessions._limits = Limits(held_bytes=NEXT)  # which the other session has
+        waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert session.held_bytes == maker._layer - 1 == 0
+        names = sys.getrefcount(points)
+        assert names == 3, "the one here, the call's own, and the client's last part, which so small a layer is"
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    dealer(program)
 
 
 def test_one_client_cannot_hold_all() -> None:
