@@ -319,6 +319,14 @@ def test_a_plan_of_other_types_is_malformed(model: TwoPartyModel, name: str, val
         nb.Plan.from_json(json.dumps(body).encode())
 
 
+def test_a_plan_of_another_release_is_refused(model: TwoPartyModel) -> None:
+    """By client and dealer: shares would add up to noise."""
+    body = json.loads(model.plan.to_json())
+    body["protocol"] += 1
+    with pytest.raises(ProtocolError, match="another release"):
+        nb.Plan.from_json(json.dumps(body).encode())
+
+
 @pytest.mark.parametrize("raw", [b"", b"[1]", b"null", b"1", b'"x"', b"{}", b"[" * 100_000, b"\xff"])
 def test_a_plan_that_is_none_is_malformed(raw: bytes) -> None:
     with pytest.raises(ProtocolError, match="malformed"):

@@ -22,6 +22,8 @@ F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]
 U64 = NDArray[np.uint64]
 
+# Goes up with every change of what the three do with the same plan: shares of different ones add up to noise.
+PROTOCOL: Final = 2
 RESIDUAL: Final = 13  # fraction bits
 LARGEST: Final = 33  # log2 of a row's sum of squares; beyond it is an error
 SUM: Final = 28  # more bits that the residual has until it is opened
@@ -460,17 +462,22 @@ class Plan:
         return self.shape.layers + 1 + (1 + rounds if tokens else 0)
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        body = asdict(self) | {"protocol": PROTOCOL}
+        return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> Plan:
         """Parses untrusted bytes.
 
         Raises:
-            ProtocolError: not JSON, or a missing or impossible number.
+            ProtocolError: not JSON, or a missing or impossible number; or it is of a release that computes otherwise.
         """
         try:
             body = json.loads(raw)
+            if body["protocol"] != PROTOCOL:
+                raise ProtocolError(
+                    "profile two-party is of another release there: client, server and dealer must fit together"
+                )
             choice = Choice(**body["choice"]) if body["choice"] is not None else None
             plan = cls(Shape(**body["shape"]), tuple(Sizes(**one) for one in body["sizes"]), choice)
             plan.check()
