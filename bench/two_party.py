@@ -46,8 +46,8 @@ from sordino.shared.manifest import CLIENT_DIR, ModelManifest
 from sordino.shared.twoparty.tape import CLIENT, SERVER
 
 PROMPT: Final = "The capital of France is"
-# Of any kind: what CrypTen's norms expect of a row is found from it.
-CALIBRATION: Final = (
+# Of any kind: perplexities are of it, and what CrypTen's norms expect of a row is found from it.
+TEXT: Final = (
     "It was late in the autumn when three of them set out for the coast, with two horses, a map and enough bread for a"
     " week."
 )
@@ -138,6 +138,17 @@ def compared(shared: TwoPartyConnected, clear: Connected, ids: torch.Tensor, pro
     return diverging(*(logits_over(link, ids, prompt) for link in (clear, shared)))
 
 
+def over_a_text(shared: TwoPartyConnected, clear: Connected, text: str) -> dict[str, Any]:
+    """Every token of a text but the first: distributions, and perplexities of both."""
+    ids = shared.tokenizer(text, return_tensors="pt", return_token_type_ids=False)["input_ids"]
+    right, found = (logits_over(link, ids, 1) for link in (clear, shared))
+    wrong = [-one.log_softmax(-1).gather(1, ids[0, 1:, None]).mean() for one in (right, found)]
+    return diverging(right, found) | {
+        "perplexity_clear": wrong[0].exp().item(),
+        "perplexity_shared": wrong[1].exp().item(),
+    }
+
+
 def logits_over(link: Connected | TwoPartyConnected, ids: torch.Tensor, prompt: int) -> torch.Tensor:
     """``[answer, vocabulary]``, float64."""
     with torch.inference_mode():
@@ -170,7 +181,7 @@ def crypten_answer(bundle: Path, prompt: str, tokens: int) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(bundle / CLIENT_DIR)
     model = load_model(bundle)
-    shifts = calibrated(model, tokenizer(CALIBRATION)["input_ids"])
+    shifts = calibrated(model, tokenizer(TEXT)["input_ids"])
     with progress_bar("passes by CrypTen") as on_turn:
         return answer(model, tokenizer(prompt)["input_ids"], tokens, shifts=shifts, on_turn=on_turn)
 
@@ -199,6 +210,13 @@ def measure(bundle: Path, prompt: str, tokens: int, crypten: int = 0) -> dict[st
             right = answer(clear, inputs, tokens).ids
             whole = torch.cat([inputs["input_ids"], torch.tensor([right])], 1)
             distributions = compared(parties.shared, clear, whole, length)
+            ahead = {
+                "rows_at_a_time": rows,
+                "seconds": round(spent.ahead_s / rows, 3),
+                "bytes_up": round(spent.ahead_sent / rows),
+                "bytes_down": round(spent.ahead_received / rows),
+            }
+            text = over_a_text(parties.shared, clear, TEXT)
             of_peer = {}
             if peer:
                 theirs = torch.cat([inputs["input_ids"], torch.tensor([peer.tokens])], 1)
@@ -217,14 +235,10 @@ def measure(bundle: Path, prompt: str, tokens: int, crypten: int = 0) -> dict[st
             "tokens": tokens,
             "tokens_equal_clear": sum(a == b for a, b in zip(ids, right, strict=True)),
             "over_the_tokens_of_clear": distributions,
+            "over_a_text": text,
             "online_a_token": online,
             "dealer_bytes": dealt(parties, manifest.fingerprint, length, tokens),
-            "ahead_a_row": {
-                "rows_at_a_time": rows,
-                "seconds": round(spent.ahead_s / rows, 3),
-                "bytes_up": round(spent.ahead_sent / rows),
-                "bytes_down": round(spent.ahead_received / rows),
-            },
+            "ahead_a_row": ahead,
             "resident_mib": memory,
             **of_peer,
         }

@@ -72,6 +72,9 @@ def test_figures_of_the_whole_model(bundles: Callable[..., Path]) -> None:
     distributions = result["over_the_tokens_of_clear"]
     assert distributions["places"] == distributions["same_top_token"] == tokens
     assert 0 < distributions["kl_mean"] <= distributions["kl_max"] < 1e-5
+    text = result["over_a_text"]
+    assert text["places"] > 20
+    assert 0 < abs(text["perplexity_shared"] / text["perplexity_clear"] - 1) < 1e-3
     assert distributions["logit_error_max"] < 0.02 * distributions["logit_deviation"]
     online = result["online_a_token"]
     assert len(online["token_s"]) == tokens - 1
